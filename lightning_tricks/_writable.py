@@ -47,6 +47,8 @@ def free_bytes(folder: str | Path) -> int | None:
 def check_file(option: str, file: str | Path) -> None:
     """Refuse the path of a file that could not be written: a folder, or one in no folder or one as above."""
     path = Path(file)
+    if str(file) == "-":
+        raise UsageError(f"{option}=-: it is not written to standard output: name a file")
     folder = path.absolute().parent
     if path.is_symlink() and not str(path.absolute()).startswith("/dev/"):  # /dev/stdout is one
         raise UsageError(

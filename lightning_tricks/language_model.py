@@ -302,13 +302,13 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Log-probability of each label given the tokens before it: (B, T) fp32, in nats, 0 where it does not count."""
+        """Log-probability of each label given the tokens before: (B, T) fp32, in nats, NaN where it does not count."""
         _check_batch(batch)
         logits = self(batch["input_ids"], batch.get("document_ids")).float()
         assert self.decoder is not None
         labels = self.decoder.own_part(batch["labels"])
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-        chosen = torch.where(labels == IGNORED, 0.0, chosen)
+        chosen = chosen.masked_fill(labels == IGNORED, float("nan"))
         return chosen if self.decoder.context is None else self.decoder.context.whole(chosen)
 
     @classmethod

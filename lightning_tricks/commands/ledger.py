@@ -11,7 +11,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import say
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
-from lightning_tricks.monitors.run_ledger.ledger_file import Ledger, read_ledger
+from lightning_tricks.monitors.run_ledger.ledger_file import PARTS, Ledger, read_ledger
 
 NAME = "ledger"
 HELP = (
@@ -22,8 +22,6 @@ NEEDS = "nothing"
 
 TOLERANCE = 0.01  # of losses over world sizes; that of the same data elsewhere in the run differs by more
 
-# In the order of cause and effect within a step, so that the first one that differs is the cause of the others.
-PARTS = ("samples", "batch", "torch_random", "other_random", "loss", "weights")
 NAMES = {"torch_random": "random state of torch", "other_random": "random state of NumPy and Python"}
 MEANINGS = {
     "samples": "the runs took other samples: another global batch size, skip_samples, data or resume point",

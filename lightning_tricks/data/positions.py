@@ -72,6 +72,20 @@ class BatchHistory:
         lengths = (min(end, steps) - span.step for span, end in zip(self.spans, ends, strict=True))
         return sum(span.rows * max(length, 0) for span, length in zip(self.spans, lengths, strict=True))
 
+    def rows_before(self, position: int) -> int:
+        """Samples that were taken when `position` is that of the next: without those that a span has passed over.
+
+        Of the time before the first span nothing is known: there, each position counts as taken.
+        """
+        places = [*(min(span.sample, position) for span in self.spans), position]
+        before = places[0] if not self.spans or self.spans[0].step else 0
+        parts = zip(self.spans, places, places[1:], strict=False)
+        return before + sum(
+            skipped.index(end) - skipped.index(first)
+            for span, first, end in parts
+            for skipped in [SkippedSamples(span.skipped)]
+        )
+
     def runs(self, step: int) -> Runs:
         """See `Span.runs`.
 

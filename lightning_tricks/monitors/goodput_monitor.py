@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._foreign_files import parse_json, read_text
 from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info
 from lightning_tricks._on_exception import only_warn
 from lightning_tricks._process import process_age
@@ -141,12 +142,18 @@ def places_for(checkpoint: Any) -> list[Path]:
     return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
 
 
+def _interval(start: float, end: float) -> Interval:
+    if not (math.isfinite(start) and math.isfinite(end)):
+        raise ValueError("no times")
+    return start, end
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The runs in a file, each with `run`, `processes` and `saves`; none if the file is missing or cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = parse_json(read_text(path))
         return [
-            {"run": one["run"], **{name: [(a, b) for a, b in one[name]] for name in ("processes", "saves")}}
+            {"run": one["run"], **{name: [_interval(*pair) for pair in one[name]] for name in ("processes", "saves")}}
             for one in (found, *found.get("other_runs", []))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

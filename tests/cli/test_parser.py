@@ -1,7 +1,9 @@
 """What the parser takes and refuses, without a whole command line."""
 
 import inspect
+from typing import Any
 
+import jsonargparse
 import pytest
 import yaml
 
@@ -140,3 +142,13 @@ def test_help_of_an_option_without_a_class_lists_the_classes_that_it_takes(args,
 def test_help_of_a_class_and_other_options_stay_jsonargparses():
     assert class_list(["fit", "--data.help", "TextData"]) is None
     assert class_list(["fit", "--help", "--data.seq_len", "3"]) is None
+
+
+def test_a_recipe_with_anchors_is_saved_without_aliases():
+    """As a run's config.yaml, which `runs`, `compare` and `doctor` read without them."""
+    parser = jsonargparse.ArgumentParser(parser_mode=recipe_parser.PARSER_MODE)
+    for name, kind in (("a", list[float]), ("b", list[float]), ("c", Any), ("d", dict)):
+        parser.add_argument(f"--{name}", type=kind)
+    saved = parser.dump(parser.parse_string("a: &x [1, 2]\nb: *x\nc: *x\nd: {e: *x, f: *x}\n"))
+    assert "*" not in saved
+    assert yaml.safe_load(saved)["d"] == {"e": [1, 2], "f": [1, 2]}

@@ -19,6 +19,7 @@ from lightning_tricks.commands.compare.compared_run import is_seed, outcome_of, 
 from lightning_tricks.commands.compare.comparison import compare_runs
 from lightning_tricks.commands.compare.curves import draw_in_terminal, group_curves, limits
 from lightning_tricks.commands.compare.page import page, plot, ticks
+from lightning_tricks.commands.compare.predictions import read_predictions
 from lightning_tricks.commands.compare.report import record, text, verdicts
 from lightning_tricks.commands.compare.statistics import (
     block_means,
@@ -328,6 +329,12 @@ def test_other_batches_are_not_compared(tmp_path):
     assert compared(tmp_path / "a", tmp_path / "same").same_batches(1) is None  # a ledger counts before settings
 
 
+def test_a_token_that_was_sure_counts(tmp_path):
+    """By hand: a loss of 0 and one of 2 over two tokens, beside a token without a label."""
+    found = read_predictions(predicted(tmp_path / "a.jsonl", [[0.0, -2.0, None]]))
+    assert (found.nats.tolist(), found.tokens.tolist()) == ([2.0], [2.0])
+
+
 def predicted(file, rows):
     """A file as PredictionWriter writes it, of log-probabilities."""
     lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
@@ -339,8 +346,8 @@ def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
     """By hand: blocks of four rows, each with ten tokens; the first token of a row does not count."""
     seeds_of(tmp_path, "a", [3.0])
     seeds_of(tmp_path, "b", [2.9], lr=3e-3)
-    first = [[0.0, *([-2.0] * (2 + i % 2))] for i in range(40)]
-    second = [[value + 0.1 * (1 + i // 4) * (value < 0) for value in row] for i, row in enumerate(first)]
+    first = [[None, *([-2.0] * (2 + i % 2))] for i in range(40)]
+    second = [[value and value + 0.1 * (1 + i // 4) for value in row] for i, row in enumerate(first)]
     files = [predicted(tmp_path / "a.jsonl", first), predicted(tmp_path / "b.jsonl", second)]
     found = compared(tmp_path / "a", tmp_path / "b", predictions=files)
     (interval,) = found.same_rows()["predictions"]
@@ -355,7 +362,9 @@ def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
     ("rows", "line"),
     [
         ([[-1.0, -2.0]] * 39, r"predictions=.*wrong.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
-        ([[-1.0, 0.0]] * 40, "its rows are not those of"),
+        ([[-1.0, None]] * 40, "its rows are not those of"),
+        ([[-1.0, float("-inf")]] * 40, "line 1 holds no log-probabilities of a row"),
+        ([[None, None]] * 40, "no token of it counts"),
         ([[1.0, -2.0]] * 40, "line 1 holds no log-probabilities of a row"),
         (["a"] * 40, "line 1 holds no log-probabilities of a row"),
         ([], "it has no rows"),
@@ -697,6 +706,8 @@ def test_no_torch_is_loaded(tmp_path):
         (["{folder}/a", "{folder}/b", "--seed_noise", "much"], "seed_noise=much: give a number"),
         (["{folder}/a", "{folder}/b", "--png", "a.jpg"], "png=a.jpg: give a name that ends in .png"),
         (["{folder}/a", "{folder}/b", "--html", "{folder}"], "html=.*this is a folder"),
+        (["{folder}/a", "{folder}/b", "--html", "-"], "html=-: it is not written to standard output: name a file"),
+        (["{folder}/none", "{folder}/a", "{folder}/b"], "none: its log holds no scalars"),
     ],
 )  # fmt: skip
 def test_a_wrong_place_or_option_is_one_line(tmp_path, words, line):
@@ -713,6 +724,22 @@ def test_a_wrong_place_or_option_is_one_line(tmp_path, words, line):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UsageError, match=line):
         door.run(["compare", *(w.replace("{folder}", str(tmp_path)).replace("{name}", tmp_path.name) for w in words)])
+
+
+def test_a_named_run_that_cannot_be_read_hides_no_other_and_ends_with_2(tmp_path, capsys):
+    """The first one is what the others are compared with: without it there is nothing to say."""
+    made(tmp_path / "a", curve(3.0))
+    made(tmp_path / "b", curve(2.0), lr=3e-3)
+    made(tmp_path / "bad", curve(2.0), lr=4e-3)
+    (tmp_path / "bad" / "metrics.csv").write_bytes(b"\x00" * 400)
+    (tmp_path / "folder" / "version_0").mkdir(parents=True)
+    with pytest.raises(SystemExit) as end:
+        door.run(["compare", *(str(tmp_path / name) for name in ("a", "bad", "b", "folder"))])
+    words = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 2
+    assert f"left out: {tmp_path / 'bad'}: its log holds no scalars" in words
+    assert f"left out: {tmp_path / 'folder' / 'version_0'}: its log holds no scalars" in words
+    assert words.count("settings that differ") == 1
 
 
 def test_a_run_without_a_log_among_others_is_left_out_with_a_line(tmp_path, capsys):

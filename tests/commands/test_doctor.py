@@ -282,6 +282,7 @@ def test_a_run_is_taken_and_not_the_plan_in_its_folder_though_a_copy_made_that_t
         (["{folder}/run", "--names", "loss=train/los"], r"did you mean train/loss\?: it was not logged"),
         (["{folder}/run", "--names", "loss"], "names=loss: give ROLE=NAME"),
         (["{folder}/run", "--html", "{folder}"], "this is a folder"),
+        (["{folder}/run", "--html", "-"], "doctor: html=-: it is not written to standard output: name a file"),
     ],
 )
 def test_a_wrong_place_or_name_is_one_line(tmp_path, words, line):

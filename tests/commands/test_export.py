@@ -20,7 +20,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.stream_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export import compare, load_alone
-from lightning_tricks.commands.export.model_card import figures_of_run
+from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 from lightning_tricks.data.saved_tokenizer import tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import to_plain
@@ -107,6 +107,21 @@ def test_the_card_tells_recipe_data_figures_and_how_to_load(tmp_path):
     figures = figures_of_run(run / "checkpoints/x.ckpt", 2)
     assert (figures.step, figures.average, figures.values) == (2, None, {"val/loss": 7.5, "val/bits_per_byte": 3.5})
     assert figures_of_run(run / "checkpoints/x.ckpt", 1) is None
+
+
+def test_the_card_counts_no_row_that_the_run_passed_over():
+    """By hand: rows 0 to 9 and 20 to 24 of a span that skips 10 to 19, then 25 to 29 of one that skips 26 and 40."""
+    spans = [
+        {"step": 0, "sample": 0, "rows": 5, "skipped": [[10, 19]]},
+        {"step": 3, "sample": 25, "rows": 2, "skipped": [[26, 26], [40, 40]]},
+        {"step": 90, "sample": 99, "rows": 4, "skipped": []},  # of a batch that would have grown later
+    ]
+    state = {"data": "text", "samples": 30, "seq_len": 8, "history": spans}
+    card = model_card("m", llama_cpp_target("llama"), 1, "fp32", {"D": state}, None, average=None, compared="")
+    assert f"| training tokens | {(10 + 5 + 4) * 8} |" in card
+    state["history"] = [{**spans[1], "sample": 20}]  # of the time before it, nothing is known
+    card = model_card("m", llama_cpp_target("llama"), 1, "fp32", {"D": state}, None, average=None, compared="")
+    assert f"| training tokens | {(20 + 9) * 8} |" in card
 
 
 def test_the_figures_of_a_tensorboard_log_are_found(tmp_path):

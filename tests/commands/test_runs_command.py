@@ -5,6 +5,8 @@ import io
 import json
 import math
 import os
+import re
+import struct
 import subprocess
 import sys
 
@@ -13,11 +15,13 @@ import short_run
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import TensorBoardDashboard
-from lightning_tricks.commands.runs import event_file
+from lightning_tricks.commands.runs import event_file, table
 from lightning_tricks.commands.runs.read_run import ACTIVE_SECONDS, Run, flat, read_run
 from lightning_tricks.commands.runs.table import COLUMNS, Table, differing, find_runs
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
@@ -84,6 +88,20 @@ def test_a_run_has_the_figures_of_its_log(tmp_path):
 )
 def test_tokens_are_those_of_processes_with_rows_of_their_own_or_not_known(tmp_path, trainer, tokens):
     assert read_run(written(tmp_path, **trainer)).tokens == tokens
+
+
+def test_an_elastic_run_has_the_tokens_of_its_recipe_on_however_many_processes(tmp_path):
+    """4 x 8 tokens, 5 micro-batches, 3 x 2 processes by the recipe; the log is that of a start on three of them."""
+    text = Event(step=0, summary=Summary(value=[Summary.Value(tag="t", tensor={"string_val": [b"| devices | 3 |"]})]))
+    loss = Event(step=29, summary=Summary(value=[Summary.Value(tag="train/loss", simple_value=2.0)]))
+    for elastic, processes in ((True, 6), (False, 3)):
+        folder = written(tmp_path / str(elastic), None, CONFIG | {"elastic": elastic})
+        frames = (
+            struct.pack("<Q", len(e.SerializeToString())) + bytes(4) + e.SerializeToString() + bytes(4)
+            for e in (text, loss)
+        )
+        (folder / "events.out.tfevents.1.a").write_bytes(b"".join(frames))
+        assert read_run(folder).tokens == 4 * 8 * 5 * processes * 30
 
 
 def test_the_tokens_of_a_batch_that_grows_are_those_of_every_step(tmp_path):
@@ -300,6 +318,29 @@ def test_another_projects_names_are_found_or_can_be_given(tmp_path):
     folder = written(tmp_path, "step,val_loss,my_score\n9,2.0,7.0\n", None)
     assert read_run(folder).best_val_loss == 2.0
     assert read_run(folder, val_loss="my_score").best_val_loss == 7.0
+
+
+def test_a_run_that_cannot_be_read_is_a_row_and_a_line_and_the_others_stand(three, capsys, monkeypatch):
+    """A folder that may be listed and not entered is met as the root user by hand."""
+    written(three / "aliases")
+    (three / "aliases" / "config.yaml").write_text("a: &a [1]\nb: *a\n")
+    (three / "closed").mkdir()
+    entered = table.is_run
+
+    def is_run(path):
+        if path.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path / "metrics.csv"))
+        return entered(path)
+
+    monkeypatch.setattr(table, "is_run", is_run)
+    door.run(["runs", str(three)])
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1 + 5
+    assert re.search(r"^closed +unreadable$", printed.out, re.MULTILINE)
+    assert printed.err.splitlines() == [
+        "not read: aliases: config.yaml: line 2: the alias *a: write its values out",
+        "not read: closed: Permission denied",
+    ]
 
 
 def test_a_wrong_place_or_column_is_one_line(tmp_path, three):

@@ -21,7 +21,9 @@ WORDS = "diff versus significance"
 
 
 def run(args: list[str]) -> None:
-    """Print the comparison of runs, or write it as JSON, page or picture. Exits with 1 if a group is worse.
+    """Print the comparison of runs, or write it as JSON, page or picture.
+
+    Exits with 1 if a group is worse, and with 2 if a folder that was named has no log; then the others are compared.
 
     Raises:
         UsageError: see `read_runs` and `compare_runs`; an option has a wrong value; a file cannot be written.
@@ -85,6 +87,8 @@ def run(args: list[str]) -> None:
         print(text(found, left_out, draw_in_terminal(found)))
         if options.json is not None:
             Path(options.json).write_text(written, encoding="utf-8")
+    if len({each.argument for each in runs}) < len(options.folders):
+        sys.exit(2)  # a line says which folder was left out
     if any(found.verdict(number) == "worse" for number in range(1, len(found.groups))):
         sys.exit(1)
 

@@ -102,13 +102,19 @@ class ComparedRun:
         )
 
     def _from_rate(self, rate: str, times: int = 1) -> "Amounts | None":
-        """The amounts by a rate of intervals; between logged intervals, each step has that of the nearer ones."""
+        """The amounts by a rate of intervals; between two of them, the amounts of steps lie on a straight line."""
         rates, seconds = self._metric(rate).finite(), self._metric(_STEP_SECONDS).finite()
         steps, own, other = np.intersect1d(rates.steps, seconds.steps, return_indices=True)
         if not len(steps):
             return None
         of_intervals = times * rates.values[own] * seconds.values[other]
-        return Amounts.of_each_step(np.interp(np.arange(self.steps), steps, of_intervals))
+        # sums over the steps before the first interval, between two, and behind the last: steps may be 1e12
+        between = np.diff(steps) * of_intervals[:-1] + np.diff(of_intervals) * (np.diff(steps) + 1) / 2
+        amounts = np.cumsum([0.0, (steps[0] + 1) * of_intervals[0], *between])
+        done = np.append(0, steps + 1)
+        if (left := self.steps - int(done[-1])) > 0:
+            done, amounts = np.append(done, self.steps), np.append(amounts, amounts[-1] + left * of_intervals[-1])
+        return Amounts(done, amounts)
 
     def _hours(self) -> "Amounts | None":
         seconds = self._metric("goodput/wall_seconds").finite()
@@ -183,11 +189,13 @@ def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[
         names: of metrics by their roles, as `doctor` takes them.
 
     Raises:
-        UsageError: no such folder, no run or no scalars in it, a run that is named twice, fewer than two runs.
+        UsageError: no such folder, no run in it, a run that is named twice, fewer than two runs with a log, or no log
+            of the first folder, with which the others are compared.
     """
     check_roles(names)
     found: list[ComparedRun] = []
     lines: list[str] = []
+    errors: list[UsageError] = []
     by_place: dict[Path, str] = {}
     for number, argument in enumerate(arguments):
         before = len(found)
@@ -199,15 +207,16 @@ def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[
             try:
                 log, unread = read_log(folder, names, OUTCOMES, "compare")
             except UsageError as error:
-                if str(folder) == argument or names:
-                    raise
+                errors.append(error)
                 lines.append(f"left out: {str(error).removeprefix('compare: ').partition(': give ')[0]}")
                 continue
-            lines += [f"not read: {folder}: {line}" for line in unread]
+            lines += [f"not read: {folder}: {line}" for line in dict.fromkeys([*run.unread, *unread])]
             found.append(ComparedRun(str(folder), folder, run, log, number))
-        if len(found) == before:
+        if len(found) == before and folder != Path(argument):
             why = lines[-1].removeprefix("left out: ")
-            raise UsageError(f"compare: {argument}: no run below it has a log: {why}: give another folder")
+            errors.append(UsageError(f"compare: {argument}: no run below it has a log: {why}: give another folder"))
+        if not found or (errors and number == len(arguments) - 1 and len(found) < 2):
+            raise errors[-1]  # none is left, or none that the others would be compared with
     if len(found) < 2:
         raise UsageError(f"compare: {found[0].name}: one run alone: name another, or a folder with several")
     return _renamed(found), lines

@@ -1,6 +1,5 @@
 """Files of `predict`: the same rows by two checkpoints, as a paired difference of the loss a token."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._foreign_files import parse_json
 from lightning_tricks.commands.compare.statistics import Interval, block_means
 from lightning_tricks.monitors.doctor.run_log import Floats
 
@@ -30,21 +30,23 @@ class Predictions:
 
 
 def read_predictions(file: str) -> Predictions:
-    """A file that `predict --output` wrote, of log-probabilities, where 0 stands for a token that does not count.
+    """A file that `predict --output` wrote, of log-probabilities, where null stands for a token that does not count.
 
     Raises:
         UsageError: there is no such file, or it is another one.
     """
     rows, sums = [], []
     try:
-        with Path(file).open(encoding="utf-8") as lines:
+        with Path(file).open(encoding="utf-8-sig") as lines:
             for line in lines:
-                row = json.loads(line)
+                row = parse_json(line)
+                place = (row.get("dataloader", 0), row["batch"], row["row"])
                 values = np.asarray(row["prediction"], dtype=np.float64)
-                if values.ndim != 1 or (values > 0).any():
+                values = values[~np.isnan(values)]
+                if values.ndim != 1 or not all(type(number) is int for number in place) or not _are_logs(values):
                     raise ValueError
-                rows.append((int(row.get("dataloader", 0)), int(row["batch"]), int(row["row"])))
-                sums.append((-values.sum(), np.count_nonzero(values)))
+                rows.append(place)
+                sums.append((-values.sum(), len(values)))
     except OSError as error:
         raise UsageError(f"compare: predictions={file}: {error.strerror}: give a file of predict --output") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -54,8 +56,15 @@ def read_predictions(file: str) -> Predictions:
         ) from None
     if not rows:
         raise UsageError(f"compare: predictions={file}: it has no rows: give a file that predict --output wrote")
+    if not any(count for _, count in sums):
+        raise UsageError(f"compare: predictions={file}: no token of it counts: give the predictions of other data")
     nats, tokens = np.array(sums, dtype=np.float64).T
     return Predictions(file, rows, nats, tokens)
+
+
+def _are_logs(values: Floats) -> bool:
+    """Whether they are logarithms of probabilities: finite, and none above 0."""
+    return bool(np.isfinite(values).all() and (values <= 0).all())
 
 
 def read_all(files: Sequence[str], groups: int) -> list[Predictions]:

@@ -1,7 +1,6 @@
 """All metrics of one run from its folder: event files, `metrics.csv`, ledger, recipe. Imports no torch."""
 
-import csv
-import mmap
+import math
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._foreign_files import LARGEST_STEP, number_of, open_csv, why
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.commands.doctor.scalar_records import read_scalars
-from lightning_tricks.commands.runs.event_file import Records, values_of
-from lightning_tricks.commands.runs.read_run import event_files, flat, is_run, number_of, read_yaml, step_of
+from lightning_tricks.commands.runs.event_file import open_records, time_of, values_of
+from lightning_tricks.commands.runs.read_run import event_files, flat, is_run, settings_of
 from lightning_tricks.monitors.doctor.other_symptoms import TELLING
 from lightning_tricks.monitors.doctor.run_log import Floats, RunLog, Series, check_roles
 from lightning_tricks.monitors.run_ledger.ledger_file import NAME as LEDGER
@@ -50,8 +50,11 @@ def find_run(folder: Path) -> Path:
 
 
 def _logs(folder: Path) -> list[Path]:
-    table = folder / "metrics.csv"
-    return [*event_files(folder), *([table] if table.is_file() else [])]
+    """The files of a log, none where the folder cannot be entered: another run may be the one that is meant."""
+    try:
+        return [file for file in (*event_files(folder), folder / "metrics.csv") if file.is_file()]
+    except OSError:
+        return []
 
 
 def read_log(
@@ -81,20 +84,23 @@ def read_log(
                 files.append(_table(file, {name for of_events in files for name in of_events.columns}))
             else:
                 files.append(_events(file))
-        except (OSError, ValueError, csv.Error) as error:
-            unread.append(f"{file.name}: {getattr(error, 'strerror', None) or error}")
+            unread += [f"{file.name}: {files[-1].problem}"] * (files[-1].problem is not None)
+        except (OSError, ValueError) as error:
+            unread.append(f"{file.name}: {why(error)}")
     points = _Points(files)
     metrics = dict(points.series)
     if not metrics:
-        why = f" ({'; '.join(unread)})" if unread else ""
-        raise UsageError(f"{command}: {folder}: its log holds no scalars{why}: give the log of a training run")
+        reasons = f" ({'; '.join(unread)})" if unread else ""
+        raise UsageError(f"{command}: {folder}: its log holds no scalars{reasons}: give the log of a training run")
     for role, name in names.items():
         if name not in metrics:
             raise UsageError(
                 f"{command}: names={role}={name}{did_you_mean(name, metrics)}: it was not logged in {folder}; there "
                 f"are {_some(metrics)}"
             )
-    log = RunLog(metrics, dict(names), settings=_settings(folder))
+    document, unread_settings = settings_of(folder)
+    unread += unread_settings
+    log = RunLog(metrics, dict(names), settings=flat(document))
     if (found := next((role for role in needed if role in log.names), None)) is None:
         words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(
@@ -141,10 +147,6 @@ def _add_ledger(log: RunLog, folder: Path, unread: list[str]) -> None:
     log.batches = {step: line["batch"] for step, line in ledger.steps.items() if line.get("batch") is not None}
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    return flat(read_yaml(folder / "config.yaml") or read_yaml(folder / "hparams.yaml"))
-
-
 @dataclass
 class _Column:
     """The points of one metric in one file, in the order in which they were written."""
@@ -161,6 +163,18 @@ class _File:
 
     columns: dict[str, _Column]
     resumed: list[tuple[int, int]] = field(default_factory=list)  # (order, step): later steps before it do not count
+    problem: str | None = None  # a line on what was not read of it
+
+    def __post_init__(self) -> None:
+        orders, steps = np.array(self.resumed, dtype=np.int64).reshape(-1, 2).T
+        self._orders = orders
+        # of the points before each mark, those from this step on do not count; behind the last mark all do
+        self._ends = np.append(np.minimum.accumulate(steps[::-1])[::-1], LARGEST_STEP + 1)
+        self.first_mark = int(self._ends[0])
+
+    def counting(self, column: _Column) -> NDArray[np.bool_]:
+        """Which points of a column no mark behind them cuts off."""
+        return column.steps < self._ends[np.searchsorted(self._orders, column.orders)]
 
 
 class _Points:
@@ -178,14 +192,11 @@ class _Points:
         for file in self.files:
             # the marks of a file cut off points of earlier files too, and those of any metric
             column = file.columns.get(name)
-            marks = [step for _, step in file.resumed] + ([int(column.steps[0])] if column is not None else [])
-            kept = steps < min(marks) if marks else np.ones(len(steps), bool)
+            kept = steps < min(file.first_mark, int(column.steps[0]) if column is not None else LARGEST_STEP + 1)
             steps, values, times = steps[kept], values[kept], times[kept]
             if column is None:
                 continue
-            own = np.ones(len(column.steps), bool)
-            for order, step in file.resumed:
-                own &= (column.orders > order) | (column.steps < step)
+            own = file.counting(column)
             steps = np.concatenate([steps, column.steps[own]])
             values = np.concatenate([values, column.values[own]])
             times = np.concatenate([times, column.times[own]])
@@ -220,33 +231,35 @@ def _events(file: Path) -> _File:
     Raises:
         ValueError: it holds no record.
     """
-    if file.stat().st_size == 0:
-        return _File({})  # a run that has logged nothing yet
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        records = Records(data)
-        if not records.starts:
-            raise ValueError("no event file, or cut off in its first record")
-        scalars = read_scalars(records)
-        found = _File({})
-        lists: dict[str, list[tuple[int, int, float, float]]] = {}
+    columns: dict[str, _Column] = {}
+    lists: dict[str, list[tuple[int, int, float, float]]] = {}
+    resumed, no_events = [], 0
+    with open_records(file) as records:
+        if records is None:
+            return _File({})
+        scalars, problem = read_scalars(records), records.damage
         for number in scalars.others:
             event = records.parse(number)
             if event is None:
+                no_events += 1
                 continue
-            if event.HasField("session_log") and event.step > 0:
-                found.resumed.append((number, int(event.step)))
+            if event.HasField("session_log") and 0 < event.step <= LARGEST_STEP:
+                resumed.append((number, int(event.step)))
             for name, value in values_of(event).items():
-                lists.setdefault(name, []).append((number, int(event.step), value, float(event.wall_time)))
+                lists.setdefault(name, []).append((number, int(event.step), value, time_of(event) or math.nan))
+    if no_events:
+        problem = f"{no_events:,} record{'s' * (no_events > 1)} left out that hold no event" + f"; {problem}" * bool(
+            problem
+        )
     for name, column in scalars.columns.items():
         lists_of_name = np.array(lists.pop(name, []), dtype=np.float64).reshape(-1, 4).T
         joined = [np.concatenate(pair) for pair in zip(column, lists_of_name, strict=True)]
         order = np.argsort(joined[0], kind="stable")
-        found.columns[name] = _column([each[order] for each in joined])
+        columns[name] = _column([each[order] for each in joined])
     for name, points in lists.items():
-        found.columns[name] = _column(np.array(points, dtype=np.float64).T)
-    for name in [name for name in found.columns if name.startswith(_NOT_METRICS)]:
-        del found.columns[name]
-    return found
+        columns[name] = _column(np.array(points, dtype=np.float64).T)
+    columns = {name: column for name, column in columns.items() if not name.startswith(_NOT_METRICS)}
+    return _File(columns, resumed, problem)
 
 
 def _column(rows: Any) -> _Column:
@@ -259,23 +272,17 @@ def _table(file: Path, known: Collection[str]) -> _File:
 
     A last line that was cut short is left out.
     """
-    if not file.is_file():
+    if not file.exists():
         return _File({})
     points: dict[str, list[tuple[int, int, float]]] = {}
-    with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-        rows = csv.reader(line for line in opened if line.endswith("\n"))
-        header = next(rows, [])
-        lists = [
-            (index, points.setdefault(name, []))
-            for index, name in enumerate(header)
-            if name not in (*_NO_COLUMN, *known)
-        ]
-        step_at = header.index("step") if "step" in header else -1
-        for number, row in enumerate(rows if step_at >= 0 else ()):
-            if len(row) != len(header) or (step := step_of(row[step_at])) is None:
-                continue
-            for index, of_name in lists:
-                if row[index] and (value := number_of(row[index])) is not None:
+    with open_csv(file) as rows:
+        left_out = {*_NO_COLUMN, *known}
+        lists = [(place, points.setdefault(name, [])) for name, place in rows.columns.items() if name not in left_out]
+        for number, (step, row) in enumerate(rows):
+            for place, of_name in lists:
+                if row[place] and (value := number_of(row[place])) is not None:
                     of_name.append((number, step, value))
+        problem = rows.problem()
     tables = {name: np.array(of_name, dtype=np.float64).T for name, of_name in points.items() if of_name}
-    return _File({name: _column([*table, np.full(table.shape[1], np.nan)]) for name, table in tables.items()})
+    columns = {name: _column([*table, np.full(table.shape[1], np.nan)]) for name, table in tables.items()}
+    return _File(columns, problem=problem)

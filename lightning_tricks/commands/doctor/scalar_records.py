@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks.commands.runs.event_file import FOOTER, HEADER, Records
+from lightning_tricks.commands.runs.event_file import FOOTER, HEADER, LATEST_TIME, Records
 from lightning_tricks.monitors.doctor.run_log import Floats
 
 # Each field begins with its number and type in a byte: (number << 3) | type.
@@ -59,11 +59,14 @@ def read_scalars(records: Records) -> Scalars:
     for size in np.unique(tag_size[fits]).tolist():
         rows = np.flatnonzero(fits & (tag_size == size))
         tags = np.ascontiguousarray(data[place[rows][:, None] + 6 + np.arange(size)]).reshape(len(rows), size)
-        found, which = np.unique(tags.view(f"V{size}")[:, 0], return_inverse=True) if size else (None, None)
-        for index, tag in enumerate(found if found is not None else ()):
-            own = rows[which == index]
+        if not size:
+            continue
+        found, which, number = np.unique(tags.view(f"V{size}")[:, 0], return_inverse=True, return_counts=True)
+        in_order = rows[np.argsort(which, kind="stable")]  # the rows of each tag together
+        for tag, own in zip(found, np.split(in_order, np.cumsum(number)[:-1]), strict=True):
             values = _floats(data, value_at[own] + 1, 4).astype(np.float64)
-            column = Column(numbers[own], steps[own], values, times[own])
+            own_times = np.where((times[own] > 0) & (times[own] < LATEST_TIME), times[own], np.nan)
+            column = Column(numbers[own], steps[own], values, own_times)
             columns.setdefault(tag.tobytes().decode(errors="replace"), []).append(column)
     taken = np.zeros(len(starts), bool)
     taken[numbers[fits & (tag_size > 0)]] = True

@@ -1,6 +1,5 @@
 """README.md of an exported folder: what the model is, how it was trained, its figures, and how to load it."""
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._quote import markdown_block, markdown_code, markdown_text
+from lightning_tricks.commands.runs.read_run import read_scalars
+from lightning_tricks.data.positions import BatchHistory
 
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
 _LOAD_GGUF = """```sh
@@ -65,37 +66,14 @@ def figures_of_run(checkpoint: Path, step: int) -> Figures | None:
     None where there is no such log, or no validation before `step`.
     """
     run = checkpoint.absolute().parent.parent
-    rows = _rows_of_csv(run / "metrics.csv") if (run / "metrics.csv").is_file() else _rows_of_events(run)
+    points = read_scalars(run, (*_FIGURES, *_SHARES), ()).series
     # a logger counts steps from 0: what is logged after the step number n + 1 stands under n
-    last = max((done for done in rows if done + 1 <= step), default=None)
+    last = max((done for of_tag in points.values() for done in of_tag if done + 1 <= step), default=None)
     if last is None:
         return None
-    average = next((name for tag, name in _SHARES.items() if rows[last].get(tag)), None)
-    return Figures(last + 1, {tag: rows[last][tag] for tag in _FIGURES if tag in rows[last]}, average)
-
-
-def _rows_of_csv(file: Path) -> dict[int, dict[str, float]]:
-    rows: dict[int, dict[str, float]] = {}
-    with file.open(encoding="utf-8", newline="") as opened:
-        for row in csv.DictReader(opened):
-            values = {name: float(row[name]) for name in (*_FIGURES, *_SHARES) if row.get(name)}
-            if values and row.get("step"):
-                rows.setdefault(int(row["step"]), {}).update(values)
-    return rows
-
-
-def _rows_of_events(run: Path) -> dict[int, dict[str, float]]:
-    if not any(run.glob("events.out.tfevents.*")):
-        return {}
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
-    rows: dict[int, dict[str, float]] = {}
-    for name in (*_FIGURES, *_SHARES):
-        for event in events.Scalars(name) if name in events.Tags()["scalars"] else ():
-            rows.setdefault(event.step, {})[name] = event.value
-    return rows
+    at_last = {tag: of_tag[last] for tag, of_tag in points.items() if last in of_tag}
+    average = next((name for tag, name in _SHARES.items() if at_last.get(tag)), None)
+    return Figures(last + 1, {tag: at_last[tag] for tag in _FIGURES if tag in at_last}, average)
 
 
 def model_card(
@@ -128,7 +106,7 @@ def model_card(
         f"| step | {markdown_text(checkpoint.get('global_step', 'unknown'))} |",
     ]
     if "samples" in data and "seq_len" in data:
-        rows.append(f"| training tokens | {data['samples'] * data['seq_len']:,} |")
+        rows.append(f"| training tokens | {_rows_taken(data) * data['seq_len']:,} |")
     for key, word in (("data", "training data"), ("content", "hash of the data's content")):
         if key in data:
             rows.append(f"| {word} | {markdown_code(data[key])} |")
@@ -158,6 +136,11 @@ def model_card(
     if recipe:
         parts += ["## Recipe", markdown_block(recipe.strip(), "yaml")]
     return "\n\n".join(parts) + "\n"
+
+
+def _rows_taken(data: Mapping[str, Any]) -> int:
+    """Number of training rows that the run of a data module's state has taken: positions without the skipped ones."""
+    return BatchHistory.of_state(data.get("history", [])).rows_before(data["samples"])
 
 
 def _data_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ WORDS = "history experiments results"
 
 
 def run(args: list[str]) -> None:
-    """Print a table of the runs in a folder, or write it as JSON or CSV.
+    """Print a table of the runs in a folder, or write it as JSON or CSV; a line for each file that cannot be read.
 
     Raises:
         UsageError: there is no such folder, or none of a run in it; an unknown column; a file cannot be written.
@@ -48,11 +48,15 @@ def run(args: list[str]) -> None:
     for name in ("json", "csv"):
         if getattr(options, name) not in (None, "-"):
             check_file(f"runs: {name}", getattr(options, name))
-    table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
+    runs = find_runs(Path(options.folder), options.val_loss)
+    table = Table(runs).sorted_by(options.sort, options.descending)
     _write(options.json, json.dumps(table.records(), indent=1, allow_nan=False) + "\n")
     _write(options.csv, _csv(table.rows()))
     if "-" not in (options.json, options.csv):
         print(table.text())
+    for run in table.runs:
+        for line in run.unread:
+            print(f"not read: {run.name}: {line}", file=sys.stderr)
 
 
 def _write(file: str | None, text: str) -> None:

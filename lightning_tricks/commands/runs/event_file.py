@@ -8,15 +8,20 @@ import mmap
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._foreign_files import LARGEST_STEP, check_regular, why
+
 HEADER, FOOTER = 12, 4  # bytes of a record before its data (length and its checksum) and after them (a checksum)
 _START = b"\x3a\x02\x08\x01"  # session_log { status: START }, with which a resume makes TensorBoard forget later points
 _ENDED = b"_hparams_/session_end_info"  # TensorBoardDashboard writes it when training has ended without an exception
-_DEVICES = re.compile(rb"\| devices \| (\d+) \|")  # in the text with which TensorBoardDashboard begins a run
+_DEVICES = re.compile(rb"\| devices \| ([1-9]\d{0,8}) \|")  # in the text with which TensorBoardDashboard begins a run
+_LARGEST_RECORD = 1 << 30  # bytes: a length above it is none that a writer has announced
+LATEST_TIME = 1e11  # seconds since 1970: the year 5138
 _LAST_RECORDS = 1000  # at most so many are parsed to find the last one with a number
 
 
@@ -32,6 +37,7 @@ class Scalars:
         last_time: of the last one.
         ended: whether the log says that training came to its end.
         devices: number of processes, where the log tells it.
+        unread: a line for each file, or part of one, that could not be read.
     """
 
     series: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -41,6 +47,7 @@ class Scalars:
     last_time: float | None = None
     ended: bool = False
     devices: int | None = None
+    unread: list[str] = field(default_factory=list)
 
 
 def read_events(files: Iterable[Path], series: Iterable[str], last: Iterable[str]) -> Scalars:
@@ -52,27 +59,67 @@ def read_events(files: Iterable[Path], series: Iterable[str], last: Iterable[str
         last: tags of which the last value is wanted.
     """
     found, every, latest = Scalars(), list(series), list(last)
+    points: list[tuple[str | None, int, float]] = []
     for file in sorted(files):
         try:
-            if file.stat().st_size == 0:
-                continue
-            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _read_file(Records(data), every, latest, found)
-        except (OSError, ValueError):  # gone meanwhile, or not to be read
-            continue
+            with open_records(file) as records:
+                if records is not None:
+                    points += _read_file(records, every, latest, found)
+                    if records.damage is not None:
+                        found.unread.append(f"{file.name}: {records.damage}")
+        except (OSError, ValueError) as error:
+            found.unread.append(f"{file.name}: {why(error)}")
+    end = LARGEST_STEP + 1
+    for tag, step, value in reversed(points):  # from the last one on, each mark and each point is looked at once
+        if tag is None:
+            end = min(end, step)
+        elif step < end:
+            found.series.setdefault(tag, {}).setdefault(step, value)
     return found
 
 
+@contextmanager
+def open_records(file: Path) -> Iterator["Records | None"]:
+    """The records of an event file; None for an empty file, as that of a run that has logged nothing yet.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, or has no record.
+    """
+    check_regular(file)
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            yield None
+            return
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            records = Records(data)
+            if not records.starts:
+                raise ValueError("no event file, or cut off in its first record")
+            yield records
+
+
 class Records:
-    """The records of one file. Their checksums are not looked at: a disk's faults are not what one asks for here."""
+    """The records of one file. Their checksums are not looked at: a disk's faults are not what one asks for here.
+
+    Args:
+        data: the file's bytes.
+
+    `damage` is None, or a line where the file goes on with bytes that no writer begins a record with. A last record
+    that was cut short is no damage: it may be written at this moment.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.starts = data, []
+        self.data = data
+        self.starts: list[int] = []
+        self.damage: str | None = None
         place, size = 0, len(data)
         unpack = struct.Struct("<Q").unpack_from
         while place + HEADER <= size:
             length = unpack(data, place)[0]
             end = place + HEADER + length + FOOTER
+            if not 0 < length <= _LARGEST_RECORD:
+                self.damage = f"damaged at byte {place:,} of {size:,}: read up to there, {len(self.starts):,} records"
+                break
             if end > size:
                 break  # cut off
             self.starts.append(place)
@@ -116,44 +163,38 @@ def _tag(name: str) -> bytes:
     return b"\x0a" + size + bytes([length]) + text
 
 
-def _read_file(records: Records, series: list[str], last: list[str], found: Scalars) -> None:
-    if not records.starts:
-        return
+def _read_file(
+    records: Records, series: list[str], last: list[str], found: Scalars
+) -> list[tuple[str | None, int, float]]:
+    """The points of `series` in their order, as (tag, step, value); no tag stands for a resume from that step on."""
+    points: list[tuple[str | None, int, float]] = []
     numbers = {number for tag in series for number in records.with_bytes(_tag(tag))}
-    starts = set(records.with_bytes(_START))
-    for number in sorted(numbers | starts):
+    for number in sorted(numbers | set(records.with_bytes(_START))):
         if (event := records.parse(number)) is None:
             continue
         if event.HasField("session_log"):
-            _forget_from(found, int(event.step))
-        for tag, value in values_of(event).items():
-            if tag in series:
-                found.series.setdefault(tag, {})[int(event.step)] = value
+            points.append((None, event.step, 0.0))
+        points += ((tag, event.step, value) for tag, value in values_of(event).items() if tag in series)
     for tag in last:
         place = records.last_with_bytes(_tag(tag))
         if place is not None and tag in (values := values_of(records.parse(place))):
             found.last[tag] = values[tag]
     _read_ends(records, found)
-
-
-def _forget_from(found: Scalars, step: int) -> None:
-    for points in found.series.values():
-        for later in [each for each in points if each >= step]:
-            del points[later]
+    return points
 
 
 def _read_ends(records: Records, found: Scalars) -> None:
     """Times of the first and the last record, the last step, and what the dashboard has written."""
     first, last = records.parse(0), records.parse(len(records.starts) - 1)
-    if first is not None and found.first_time is None:
-        found.first_time = float(first.wall_time)
-    if last is not None:
-        found.last_time = float(last.wall_time)
+    if found.first_time is None:
+        found.first_time = time_of(first)
+    if (time := time_of(last)) is not None:
+        found.last_time = time
     for number in range(len(records.starts) - 1, max(len(records.starts) - _LAST_RECORDS, 0) - 1, -1):
         event = records.parse(number)
         if event is None:
             continue
-        if event.HasField("session_log") and event.step > 0:
+        if event.HasField("session_log") and 0 < event.step <= LARGEST_STEP:
             found.steps = int(event.step)
             break
         names = values_of(event).keys() - {"hp_metric", "epoch"}
@@ -165,10 +206,15 @@ def _read_ends(records: Records, found: Scalars) -> None:
         found.devices = int(match[1])
 
 
+def time_of(event: Any) -> float | None:
+    """Seconds since 1970 at which an event was written; None where it says none."""
+    return float(event.wall_time) if event is not None and 0 < event.wall_time < LATEST_TIME else None
+
+
 def values_of(event: Any) -> dict[str, float]:
-    """The numbers of an event by their tags."""
+    """The numbers of an event by their tags; none where its step is none."""
     found = {}
-    for value in event.summary.value if event is not None else ():
+    for value in event.summary.value if event is not None and 0 <= event.step <= LARGEST_STEP else ():
         kind = value.WhichOneof("value")
         if kind == "simple_value":
             found[value.tag] = float(value.simple_value)

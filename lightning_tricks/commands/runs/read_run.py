@@ -3,18 +3,15 @@
 It reads whatever is there: our loggers' files or Lightning's, of this collection's runs or of another project's.
 """
 
-import csv
-import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lightning_tricks._foreign_files import number_of, open_csv, parse_json, read_settings, read_text, why
 from lightning_tricks.commands.runs.event_file import Scalars, read_events
 from lightning_tricks.monitors.doctor.run_log import ROLES
 
@@ -28,19 +25,6 @@ _SETTINGS = ("config.yaml", "hparams.yaml")
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "ckpt_path", "resume", "config", "weights_only")
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader, for which objects of Python are their text: hyper-parameters of others may hold some."""
-
-
-def _as_text(loader: Any, suffix: str, node: Any) -> str:
-    own = isinstance(node, yaml.ScalarNode) and node.value
-    return str(node.value) if own else suffix.rpartition(":")[2]
-
-
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", _as_text)
-_Loader.add_multi_constructor("!", _as_text)
-
-
 @dataclass(frozen=True)
 class Run:
     """One run; None stands for what its folder does not tell.
@@ -48,7 +32,8 @@ class Run:
     Args:
         name: path of its folder below the one that was looked through.
         state: `finished`; `failed`, where the last training loss is no number; `active`, where its log was written to
-            within the last ten minutes; `stopped`; `empty`, without any step.
+            within the last ten minutes; `stopped`; `empty`, without any step; `unreadable`, a folder that cannot be
+            entered.
         steps: optimizer steps done.
         val_loss: of the last validation.
         best_val_loss: the smallest one.
@@ -60,6 +45,7 @@ class Run:
         goodput: share of that time that made progress, the last one of GoodputMonitor.
         mfu: the last one of MFUMonitor.
         settings: of config.yaml, else of hparams.yaml, by their dotted names.
+        unread: a line for each file, or part of one, that could not be read.
     """
 
     name: str
@@ -75,6 +61,7 @@ class Run:
     goodput: float | None = None
     mfu: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    unread: Sequence[str] = ()
 
 
 def is_run(folder: Path) -> bool:
@@ -94,13 +81,8 @@ def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: flo
         now: seconds since 1970; None for the present.
     """
     losses = _VAL_LOSSES if val_loss is None else (val_loss,)
-    series = (*losses, BITS, _BATCH)
-    scalars = _read_csv(folder / "metrics.csv", series, _LAST)
-    events = event_files(folder)
-    if events and (scalars is None or scalars.steps is None):
-        scalars = read_events(events, (*losses, BITS), _LAST)
-    scalars = scalars or Scalars()
-    document = read_yaml(folder / "config.yaml") or read_yaml(folder / "hparams.yaml")
+    scalars = read_scalars(folder, (*losses, BITS, _BATCH), _LAST)
+    document, unread = settings_of(folder)
     saved = _saved_steps(folder)
     steps = max((each for each in (scalars.steps, saved) if each is not None), default=None)
     loss = next((scalars.series[name] for name in losses if scalars.series.get(name)), {})
@@ -121,6 +103,7 @@ def read_run(folder: Path, name: str = "", val_loss: str | None = None, now: flo
         goodput=scalars.last.get(_GOODPUT),
         mfu=scalars.last.get(_MFU),
         settings={key: value for key, value in flat(document).items() if not key.startswith(_PLACES)},
+        unread=(*scalars.unread, *unread),
     )
 
 
@@ -135,51 +118,48 @@ def _best(points: Mapping[int, float]) -> int | None:
     return min(finite, key=lambda step: points[step], default=None)
 
 
-def _read_csv(file: Path, series: Iterable[str], last: Iterable[str]) -> Scalars | None:
-    """Figures of a `metrics.csv`; None without one. A last line that was cut short is left out."""
-    if not file.is_file():
-        return None
-    found = Scalars()
-    try:
-        with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-            rows = csv.reader(line for line in opened if line.endswith("\n"))
-            header = next(rows, [])
-            columns = {name: header.index(name) for name in header}
-            step_at = columns.get("step")
-            wanted = [(columns[name], found.series.setdefault(name, {})) for name in series if name in columns]
-            ends = [(columns[name], name) for name in last if name in columns]
-            for row in rows if step_at is not None else ():
-                if len(row) != len(header) or (step := step_of(row[step_at])) is None:  # type: ignore[index]
-                    continue
-                found.steps = step + 1
-                for column, points in wanted:
-                    if row[column] and (value := number_of(row[column])) is not None:
-                        points[step] = value
-                for column, name in ends:
-                    if row[column] and (value := number_of(row[column])) is not None:
-                        found.last[name] = value
-    except (OSError, csv.Error):
-        pass
+def read_scalars(folder: Path, series: Iterable[str], last: Iterable[str]) -> Scalars:
+    """Figures of the log in a folder: of `metrics.csv` where that has steps, else of event files.
+
+    Args:
+        folder: of a run.
+        series: names of which every point is wanted.
+        last: names of which the last value is wanted.
+    """
+    found, every, latest = Scalars(), list(series), list(last)
+    if (table := folder / "metrics.csv").exists():
+        try:
+            _read_csv(table, every, latest, found)
+        except (OSError, ValueError) as error:
+            found.unread.append(f"{table.name}: {why(error)}")
+    if found.steps is None and (events := event_files(folder)):
+        unread = found.unread
+        # not the tokens of a batch: each step has a record of them, and whoever wants these reads all of the log
+        found = read_events(events, [name for name in every if name != _BATCH], latest)
+        found.unread[:0] = unread
     return found
 
 
-def number_of(text: str) -> float | None:
-    """The number that a text is; None where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def step_of(text: str) -> int | None:
-    """The step that a text is; None where it is no finite number."""
-    value = number_of(text)
-    return int(value) if value is not None and math.isfinite(value) else None
+def _read_csv(file: Path, series: Iterable[str], last: Iterable[str], found: Scalars) -> None:
+    with open_csv(file) as rows:
+        columns = rows.columns
+        wanted = [(columns[name], found.series.setdefault(name, {})) for name in series if name in columns]
+        ends = [(columns[name], name) for name in last if name in columns]
+        for step, row in rows:
+            found.steps = step + 1
+            for column, points in wanted:
+                if row[column] and (value := number_of(row[column])) is not None:
+                    points[step] = value
+            for column, name in ends:
+                if row[column] and (value := number_of(row[column])) is not None:
+                    found.last[name] = value
+        if (problem := rows.problem()) is not None:
+            found.unread.append(f"{file.name}: {problem}")
 
 
 def _saved_steps(folder: Path) -> int | None:
     """Optimizer steps of the newest checkpoint, by its name: `step=200.ckpt`, or Lightning's `epoch=0-step=200`."""
-    names = (re.search(r"step=(\d+)", path.name) for path in (folder / "checkpoints").glob("*.ckpt"))
+    names = (re.search(r"step=(\d{1,15})(?!\d)", path.name) for path in (folder / "checkpoints").glob("*.ckpt"))
     return max((int(found[1]) for found in names if found), default=None)
 
 
@@ -190,8 +170,10 @@ def _seconds(folder: Path, scalars: Scalars) -> float | None:
     if scalars.first_time is not None and scalars.last_time is not None:
         return max(scalars.last_time - scalars.first_time, 0.0)
     try:
-        processes = json.loads((folder / "goodput.json").read_text(encoding="utf-8"))["processes"]
-        return float(max(end for _, end in processes) - min(start for start, _ in processes))
+        processes = parse_json(read_text(folder / "goodput.json"))["processes"]
+        seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
+        if math.isfinite(seconds):
+            return seconds
     except (OSError, ValueError, KeyError, TypeError):
         pass
     try:
@@ -217,10 +199,8 @@ def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now
 def _decay_end(folder: Path) -> int | None:
     """Optimizer steps of a run whose decay DecayOnDemand has started: its file says `LENGTH from step FIRST`."""
     try:
-        found = re.fullmatch(
-            r"(\d+) from step (\d+)\s*", (folder / "decay").read_text(encoding="utf-8", errors="replace")
-        )
-    except OSError:
+        found = re.fullmatch(r"(\d{1,15}) from step (\d{1,15})\s*", read_text(folder / "decay"))
+    except (OSError, ValueError):
         return None
     return int(found[1]) + int(found[2]) if found else None
 
@@ -228,13 +208,16 @@ def _decay_end(folder: Path) -> int | None:
 # ---- settings
 
 
-def read_yaml(file: Path) -> Any:
-    """The settings in a YAML file; {} where there is none, or none that can be read."""
-    try:
-        found = yaml.load(file.read_text(encoding="utf-8", errors="replace"), Loader=_Loader)
-    except (OSError, yaml.YAMLError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def settings_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a run, of config.yaml or else of hparams.yaml, and a line for each that cannot be read."""
+    unread: list[str] = []
+    for file in (folder / name for name in _SETTINGS):
+        try:
+            if file.exists() and (found := read_settings(file)):
+                return found, unread
+        except (OSError, ValueError) as error:
+            unread.append(f"{file.name}: {why(error)}")
+    return {}, unread
 
 
 def _at(document: Any, *names: str) -> Any:
@@ -245,33 +228,38 @@ def _at(document: Any, *names: str) -> Any:
 
 def _tokens(document: Any, scalars: Scalars, steps: int | None) -> int | None:
     """Tokens of all steps: rows, length, accumulation and processes by the settings; None where one is not known."""
-    trainer, data = _at(document, "trainer") or {}, _at(document, "data", "init_args") or {}
+    trainer, data = _at(document, "trainer"), _at(document, "data", "init_args")
     sizes = [_at(data, "micro_batch_size"), _at(data, "seq_len"), _at(trainer, "accumulate_grad_batches") or 1]
-    if steps is None or not all(isinstance(size, int) for size in sizes):
+    if steps is None or not all(map(_is_count, sizes)):
         return None
     if any("BatchSizeWarmup" in str(_at(callback, "class_path")) for callback in _list(_at(trainer, "callbacks"))):
         batches = scalars.series.get(_BATCH, {})
-        whole = set(range(steps)) <= batches.keys()
-        return round(sum(batches[step] for step in range(steps))) if whole else None
-    processes = _data_ranks(trainer, scalars)
+        if len(batches) < steps or not set(range(steps)) <= batches.keys():
+            return None
+        tokens = sum(batches[step] for step in range(steps))
+        return round(tokens) if math.isfinite(tokens) else None
+    # an elastic run keeps the rows of the full run that its recipe describes, on however many processes
+    processes = _data_ranks(trainer, None if _at(document, "elastic") else scalars.devices)
     return None if processes is None else math.prod(sizes) * processes * steps
 
 
-def _data_ranks(trainer: Mapping[str, Any], scalars: Scalars) -> int | None:
-    """Number of processes with rows of their own."""
-    world = scalars.devices
+def _data_ranks(trainer: Any, world: int | None) -> int | None:
+    """Number of processes with rows of their own, of `world` processes, or of those that the settings name."""
     if world is None:
-        devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
+        devices, nodes = _at(trainer, "devices"), _at(trainer, "num_nodes") or 1
         if isinstance(devices, list):
             devices = len(devices)
-        if trainer.get("accelerator") == "cpu" and devices == "auto":
+        if _at(trainer, "accelerator") == "cpu" and devices == "auto":
             devices = 1
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        if not _is_count(devices) or not _is_count(nodes):
             return None
         world = devices * nodes
-    mesh = _at(trainer.get("strategy"), "init_args", "mesh") or {}
-    shared = math.prod(size for axis in ("tensor", "context") if isinstance(size := _at(mesh, axis), int))
-    return world // shared
+    mesh = _at(trainer, "strategy", "init_args", "mesh")
+    return world // math.prod(size for axis in ("tensor", "context") if _is_count(size := _at(mesh, axis)))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _list(value: Any) -> list[Any]:

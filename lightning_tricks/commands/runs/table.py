@@ -3,17 +3,19 @@
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._foreign_files import why
 from lightning_tricks._quote import printable
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.commands.runs.read_run import Run, is_run, read_run
 
-COLUMNS = tuple(each.name for each in fields(Run) if each.name != "settings")
+COLUMNS = tuple(each.name for each in fields(Run) if each.name not in ("settings", "unread"))
 _LONGEST = 24  # characters of a setting in the printed table
 _HEADS = {  # in the printed table; JSON and CSV have the columns' own names
     "best_val_loss": "best",
@@ -37,11 +39,21 @@ def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs") 
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "no such folder"
         raise UsageError(f"{command}: {folder}: {what}: give the folder in which a logger writes its runs")
-    found = []
-    for place, folders, _ in os.walk(folder):
+    found: list[Run] = []
+
+    def unreadable(error: OSError) -> None:
+        name = os.path.relpath(error.filename, folder)
+        found.append(Run(folder.name if name == "." else name, "unreadable", unread=(why(error),)))
+
+    for place, folders, _ in os.walk(folder, onerror=unreadable):
         path = Path(place)
-        if is_run(path):
-            found.append(read_run(path, str(path.relative_to(folder)) if path != folder else folder.name, val_loss))
+        try:
+            if is_run(path):
+                found.append(read_run(path, str(path.relative_to(folder)) if path != folder else folder.name, val_loss))
+                folders.clear()
+        except OSError as error:  # one that may be listed, but not entered
+            error.filename = place
+            unreadable(error)
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
     if not found:
@@ -143,21 +155,21 @@ def differing(runs: Sequence[Run]) -> dict[str, str]:
     known = [run for run in runs if run.settings]
     names = sorted({name for run in known for name in run.settings})
     different = [name for name in names if len({repr(run.settings.get(name)) for run in known}) > 1]
-    found = {}
-    for name in different:
-        parts = name.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        others = [other for other in different if other != name]
-        short = next(
-            (
-                end
-                for end in ends
-                if end not in COLUMNS and not any(other == end or other.endswith(f".{end}") for other in others)
-            ),
-            name,
-        )
-        found[short] = name
-    return found
+    owners = Counter(end for name in different for end in _ends(name))
+    return {
+        next((end for end in _ends(name) if end not in COLUMNS and owners[end] == 1), name): name for name in different
+    }
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a dotted name, the shortest first.
+
+    Example:
+        >>> _ends("data.seed")
+        ['seed', 'data.seed']
+    """
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
 
 def _natural(name: str) -> list[Any]:
@@ -180,4 +192,6 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, int | float | str | list | dict | None) else str(value)
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return {str(key): _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -116,7 +116,7 @@ class RunLog:
 
     def __getitem__(self, role: str) -> Series:
         """The series of a role; an empty one where it was not logged."""
-        return self.metrics.get(self.names.get(role, ""), Series.of({}))
+        return self.metrics.get(self.name(role), Series.of({}))
 
     def name(self, role: str) -> str:
         """The metric's own name, for text."""

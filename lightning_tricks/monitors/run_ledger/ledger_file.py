@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._foreign_files import parse_json
 
 NAME = "ledger.jsonl"
 _CHAIN = ', "chain": "'
 _FIRST = b'{"start": '  # how every ledger begins
+_MOST_PROCESSES = 1 << 20
+# In the order of cause and effect within a step, so that the first one that differs is the cause of the others.
+PARTS = ("samples", "batch", "torch_random", "other_random", "loss", "weights")
 Line = dict[str, Any]
 
 
@@ -36,7 +40,7 @@ def parse(text: str, before: str) -> tuple[Line | None, str, bool]:
     """A line as (its values, its checksum, whether it follows the line before); no values if it cannot be read."""
     body, found, chain = text.rpartition(_CHAIN)
     try:
-        values = json.loads(body + "}") if found else None
+        values = parse_json(body + "}") if found else None
     except ValueError:
         values = None
     if not isinstance(values, dict) or not chain.endswith('"}'):
@@ -96,16 +100,43 @@ class Ledger:
     broken: list[int] = field(default_factory=list)  # lines, from 1, whose checksum does not follow from the one before
     unfinished: bool = False  # the last line is incomplete
 
-    def _add(self, values: Line, earlier: dict[int, Line]) -> None:
+    def _add(self, values: Line, earlier: dict[int, Line]) -> bool:
+        """Take a line; False for one that RunLedger does not write."""
         if "start" in values:
+            values = {"weights": None, "processes": 1, **values}
+            if not (_is_count(values["start"]) and values["processes"] in range(1, _MOST_PROCESSES)):
+                return False
+            self._forget_from(values["start"], earlier)
             self.starts.append(values)
-            for step in [step for step in self.steps if step >= values["start"]]:
-                earlier[step] = self.steps.pop(step)
-        elif "step" in values and self.starts:
+        elif "step" in values:
             step = values["step"]
-            self.steps[step] = {**values, "start": self.starts[-1]}
-            if step in earlier:
-                self.repeated.append((earlier.pop(step), self.steps[step]))
+            if not (_is_count(step) and all(_fits(name, values.get(name)) for name in PARTS)):
+                return False
+            if self.starts:
+                self._forget_from(step, earlier)  # without the line of its start, which a power failure can take
+                self.steps[step] = {**dict.fromkeys(PARTS), **values, "start": self.starts[-1]}
+                if step in earlier:
+                    self.repeated.append((earlier.pop(step), self.steps[step]))
+        return True
+
+    def _forget_from(self, step: int, earlier: dict[int, Line]) -> None:
+        """Keep the steps before one, which are in ascending order."""
+        while self.steps and (last := next(reversed(self.steps))) >= step:
+            earlier[last] = self.steps.pop(last)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a part of a step has the form that RunLedger gives it: None, one value, or a list of ranks' values."""
+    if name == "samples":
+        return value is None or isinstance(value, list)
+    of_ranks = value if isinstance(value, list) and value else [value]
+    if name != "loss":
+        return all(one is None or isinstance(one, str) for one in of_ranks)
+    return all(one is None or type(one) in (int, float) or one in ("nan", "inf", "-inf") for one in of_ranks)
 
 
 def read_ledger(place: str | os.PathLike[str]) -> Ledger:
@@ -128,10 +159,9 @@ def read_ledger(place: str | os.PathLike[str]) -> Ledger:
     ledger.unfinished = bool(rest)
     for number, line in enumerate(lines, 1):
         values, chain, follows = parse(line, chain)
-        if not follows:
+        taken = values is not None and ledger._add(values, earlier)
+        if not follows or not taken:
             ledger.broken.append(number)
-        if values is not None:
-            ledger._add(values, earlier)
     if not ledger.steps:
         raise UsageError(f"{path}: holds no step of a ledger: name the file that RunLedger has written")
     return ledger
