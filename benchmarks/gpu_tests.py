@@ -29,6 +29,7 @@ FILES = (
 DRY_FILES = ("tests/optim/test_clip.py",)  # all are skipped without a GPU; one file shows as much
 TEST_SECONDS = 120.0
 _RESULT = "LIGHTNING_TRICKS_GPU_TESTS"  # environment variable: the file that the plugin goes on with
+_STDERR = os.dup(2)  # before pytest captures it: where the stacks of a test that hangs are written
 
 
 def run_tests(out: Path, dry: bool, seconds: float, files: Sequence[str]) -> None:
@@ -80,7 +81,7 @@ class Progress:
         self.path, self.limit = path, limit
         self.result = json.loads(path.read_text(encoding="utf-8"))
         self.now: dict[str, Any] = {}
-        self.deadline = Deadline()
+        self.deadline = Deadline(file=_STDERR)
 
     @pytest.hookimpl(trylast=True)  # when the marks have chosen
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

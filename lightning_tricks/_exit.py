@@ -25,10 +25,14 @@ class Deadline:
     Owns faulthandler's timer, of which a process has one; the process ends at the nearest of its deadlines, and a
     farther one holds again when that is cancelled. A deadline that only prints waits for all that end the process: the
     timer goes off once, and nobody could set it anew while Python's lock is held.
+
+    Args:
+        ends: whether the process ends then.
+        file: a file descriptor for the stacks; the process's stderr if None.
     """
 
-    def __init__(self, ends: bool = True) -> None:
-        self.ends = ends
+    def __init__(self, ends: bool = True, file: int | None = None) -> None:
+        self.ends, self.file = ends, file
 
     def set(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now; infinite seconds cancel it."""
@@ -55,7 +59,7 @@ def _set_timer() -> None:
             faulthandler.cancel_dump_traceback_later()
         else:
             seconds = max(_set[nearest] - now, 0.001)
-            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=sys.__stderr__ or 2)
+            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=nearest.file or sys.__stderr__ or 2)
 
 
 def _forget_deadlines() -> None:
