@@ -283,15 +283,18 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         UsageError: another kind of model; a setting that the decoder lacks, by its name there.
     """
-    kind = given.get("model_type")
+    given = {key: value for key, value in given.items() if value is not None}  # null is the default, as in transformers
+    kind = str(given.get("model_type"))
     if kind not in _FAMILIES:
         raise UsageError(f"model_type={kind}: the decoder is one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[kind]
     if any(word != "full_attention" for word in given.get("layer_types") or ()):
         raise UsageError(f"layer_types={given['layer_types']!r}: the decoder has 'full_attention' alone")
     for key, value in _needed(family):
-        if given.get(key, value) not in (value, None):
+        if given.get(key, value) != value:
             raise UsageError(f"{key}={given[key]!r}: the decoder has {value!r} alone")
+    if type(tied := given.get("tie_word_embeddings", kind == "gpt2")) is not bool:
+        raise UsageError(f"tie_word_embeddings={tied!r}: give true or false")
     key = "activation_function" if kind == "gpt2" else "hidden_act"
     word = given.get(key, next(iter(family.activations.values()))[0])
     activation: Any = next((ours for ours, theirs in family.activations.items() if word in theirs), None)
@@ -304,9 +307,9 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
             max_seq_len=given.get("n_positions", 1024),
             d_ff=given.get("n_inner") or 4 * given["n_embd"],
             activation=activation,
-            norm_eps=given.get("layer_norm_epsilon", 1e-5),
-            init_std=given.get("initializer_range", 0.02),
-            tie_embeddings=given.get("tie_word_embeddings", True),
+            norm_eps=float(given.get("layer_norm_epsilon", 1e-5)),
+            init_std=float(given.get("initializer_range", 0.02)),
+            tie_embeddings=tied,
         )
     sizes = _sizes(
         given,
@@ -317,17 +320,17 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
         d_ff="intermediate_size",
         max_seq_len="max_position_embeddings",
     )
-    if given.get("head_dim", width := sizes["d_model"] // sizes["n_heads"]) not in (width, None):
+    if given.get("head_dim", width := sizes["d_model"] // sizes["n_heads"]) != width:
         raise UsageError(f"head_dim={given['head_dim']}: the decoder's is hidden_size / num_attention_heads = {width}")
     return Llama(
         **sizes,
         n_kv_heads=given.get("num_key_value_heads") or sizes["n_heads"],
         activation=activation,
         qk_norm=family.qk_norm,
-        norm_eps=given.get("rms_norm_eps", 1e-5 if kind in ("arcee", "apertus") else 1e-6),
+        norm_eps=float(given.get("rms_norm_eps", 1e-5 if kind in ("arcee", "apertus") else 1e-6)),
         rope_theta=_rope_theta(given, kind),
-        init_std=given.get("initializer_range", 0.02),
-        tie_embeddings=given.get("tie_word_embeddings", False),
+        init_std=float(given.get("initializer_range", 0.02)),
+        tie_embeddings=tied,
     )
 
 
