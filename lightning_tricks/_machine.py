@@ -22,7 +22,7 @@ def most_processes() -> int:
 
 
 def named_devices(settings: Any) -> int | None:
-    """The number of devices of one host that a Trainer's arguments, a mapping or a Namespace, name, as 8, `8`, `0,1` or [0, 1].
+    """The number of devices of one host that a Trainer's arguments name, as 8, `8`, `0,1` or [0, 1].
 
     None for `auto`, -1 and nothing, which leave it to the machine.
 
