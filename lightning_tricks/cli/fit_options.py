@@ -142,20 +142,6 @@ def choose_length(options: Any, args: Sequence[str]) -> str | None:
     return line
 
 
-def no_validation_line(options: Any, done: int = 0) -> str | None:
-    """The line for a fit of known length, from step `done` on, in which no validation is due."""
-    trainer = options.get("trainer") or {}
-    every, steps = trainer.get("val_check_interval"), trainer.get("max_steps") or -1
-    micro_batches = trainer.get("accumulate_grad_batches") or 1
-    due = type(every) is not int or steps * micro_batches // every > done * micro_batches // every
-    if due or steps < 1 or trainer.get("limit_val_batches") == 0:
-        return None
-    return (
-        f"trainer.val_check_interval={every}: no validation is due in the {(steps - done) * micro_batches:,} "
-        "micro-batches of this run: make it smaller, or validate the last checkpoint"
-    )
-
-
 def option_callbacks(options: Any, module: Any = None) -> list[Any]:
     """The callbacks that carry these options out, to stand before the recipe's own; the checkpoint is chosen."""
     found: list[Any] = []

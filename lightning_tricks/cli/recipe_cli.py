@@ -32,7 +32,6 @@ from lightning_tricks.cli.fit_options import (
     check_fit_options,
     check_options,
     choose_length,
-    no_validation_line,
     option_callbacks,
     settings_of_fit,
 )
@@ -192,9 +191,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
             rank_zero_info(line)
         if self._change is not None:
             self._change.change(config)
-        done = 0 if self._change is None else getattr(self._change, "start", None)  # a branch's
-        if command == "fit" and done is not None and (line := no_validation_line(config, done)):
-            rank_zero_info(line)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""

@@ -28,9 +28,18 @@ class Foreign(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(*options):
+class Validated(Foreign):
+    """The same, with validation."""
+
+    val_dataloader = Foreign.train_dataloader
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def fit(*options, model="Foreign"):
     return RecipeCLI(
-        args=["fit", f"--model={__name__}.Foreign", "--trainer.accelerator=cpu", "--trainer.logger=false",
+        args=["fit", f"--model={__name__}.{model}", "--trainer.accelerator=cpu", "--trainer.logger=false",
               "--trainer.enable_progress_bar=false", *options]
     ).trainer  # fmt: skip
 
@@ -60,3 +69,12 @@ def test_a_resume_names_the_settings_that_are_the_checkpoint_s(tmp_path, monkeyp
     assert len(said) == (kept is not None)
     assert not said or said[0].startswith(expected)
     assert trainer.optimizers[0].param_groups[0].get("initial_lr", trainer.optimizers[0].param_groups[0]["lr"]) == 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_with_an_optimizer_of_its_own_hears_of_a_run_without_validation(tmp_path, monkeypatch, recwarn):
+    monkeypatch.chdir(tmp_path)
+    for steps in (3, 2):
+        fit(f"--trainer.max_steps={steps}", "--trainer.val_check_interval=3", model="Validated")
+        said = [str(one.message) for one in recwarn if "no validation" in str(one.message)]
+        assert bool(said) == (steps == 2)
