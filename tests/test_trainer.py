@@ -895,6 +895,7 @@ def test_a_step_limit_that_is_set_ends_the_run():
 def test_the_next_validation_comes_where_lightning_counts_it(batches, interval, every, done, end, found):
     trainer = SimpleNamespace(
         val_check_batch=interval, check_val_every_n_epoch=every, num_training_batches=batches, enable_validation=True,
-        global_step=done, max_steps=end, accumulate_grad_batches=1, lightning_module=SimpleNamespace(automatic_optimization=True),
+        global_step=done, max_steps=end, accumulate_grad_batches=1,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
     )  # fmt: skip
     assert _trainer.micro_batches_before_validation(trainer) == found

@@ -42,8 +42,9 @@ def run_length(trainer: Any) -> int | None:
 def micro_batches_before_validation(trainer: Any) -> tuple[int, int] | None:
     """Micro-batches until the next validation of a run, and of the whole run, where the first number is the larger.
 
-    Both count from the first step of all, also in a run that goes on. None where the run validates, wants no validation, or does not tell. Ask in `on_train_start`. Read from
-    `_TrainingEpochLoop._should_check_val_fx` (loops/training_epoch_loop.py).
+    Both count from the first step of all, also in a run that goes on. None where the run validates, wants no
+    validation, or does not tell. Ask in `on_train_start`. Read from `_TrainingEpochLoop._should_check_val_fx`
+    (loops/training_epoch_loop.py).
     """
     interval, every = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if not trainer.enable_validation or trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
