@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from lightning_tricks._errors import UsageError
+
+_MOST_DEVICES = 1024  # of one host
+
 
 def host_bytes() -> int:
     """Memory of this host."""
@@ -17,18 +21,28 @@ def most_processes() -> int:
     return max(64, 8 * (os.cpu_count() or 1))
 
 
-def named_devices(settings: Mapping[str, Any]) -> int | None:
+def named_devices(settings: Any) -> int | None:
     """The number of devices of one host that a Trainer's arguments name, as 8, `8`, `0,1` or [0, 1].
 
     None for `auto`, -1 and nothing, which leave it to the machine.
+
+    Raises:
+        UsageError: anything else, such as `1e9`, 0 or 2.0, and more than any host has.
     """
     devices = settings.get("devices")
-    if isinstance(devices, str):
-        words = [word for word in devices.split(",") if word.strip()]
-        devices = words if "," in devices else int(devices) if devices.isdecimal() else None
-    if isinstance(devices, list | tuple):
+    if devices in (None, "auto", -1, "-1"):
+        return None
+    words = [word.strip() for word in devices.split(",")] if isinstance(devices, str) else []
+    if words and all(word.isdecimal() for word in words if word) and any(words):
+        devices = [int(word) for word in words if word] if "," in devices else int(words[0])
+    if isinstance(devices, list | tuple) and devices and all(type(one) is int for one in devices):
         return len(devices)
-    return devices if isinstance(devices, int) and devices > 0 else None
+    if type(devices) is int and 0 < devices <= max(_MOST_DEVICES, most_processes()):
+        return devices
+    raise UsageError(
+        f"trainer.devices={devices}: give the number of devices of one host, from 1 to {_MOST_DEVICES}, a list of "
+        "their numbers, or auto"
+    )
 
 
 def devices_here(settings: Mapping[str, Any]) -> int:

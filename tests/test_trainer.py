@@ -5,6 +5,7 @@ A test that fails here after an update of Lightning names the function to read a
 
 import ast
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -912,3 +914,26 @@ def test_a_step_limit_that_is_set_ends_the_run():
         assert trainer.max_steps == 2
         trainer.fit(model_with(), data(5))
     assert (trainer.global_step, trainer.max_steps) == (2, -1)
+
+
+@pytest.mark.parametrize(
+    ("batches", "interval", "every", "done", "end", "found"),
+    [
+        (math.inf, 10, 1, 0, 9, (10, 9)),
+        (math.inf, 10, 1, 0, 10, None),
+        (math.inf, 10, 1, 10, 19, (20, 19)),  # a branch from step 10 to step 19
+        (math.inf, 10, 1, 10, 20, None),
+        (math.inf, 10, 1, 10, 10, None),  # nothing is left to do
+        (7, 3, 1, 6, 9, (10, 9)),  # the third batch of the second epoch
+        (7, 7, 2, 7, 13, (14, 13)),
+        (7, 7, 2, 14, 27, (28, 27)),
+        (7, 4, None, 4, 7, (8, 7)),  # epochs do not count
+    ],
+)
+def test_the_next_validation_comes_where_lightning_counts_it(batches, interval, every, done, end, found):
+    trainer = SimpleNamespace(
+        val_check_batch=interval, check_val_every_n_epoch=every, num_training_batches=batches, enable_validation=True,
+        global_step=done, max_steps=end, accumulate_grad_batches=1,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+    )  # fmt: skip
+    assert _trainer.micro_batches_before_validation(trainer) == found

@@ -10,6 +10,7 @@ A command line passes through these files, in this order; `recipe_cli` calls the
 - `run_folder`: the folder that it writes to.
 - `before_launch`: what this machine cannot run, while there is one process.
 - `error_lines`: jsonargparse's complaints, and errors of the run that the user can mend, become one line.
+- `kept_settings`: settings of the optimizer that a resume takes from the checkpoint.
 - `next_steps`: after a fit, commands to type next.
 
 The commands themselves, but for Lightning's own, are in `lightning_tricks/commands`.

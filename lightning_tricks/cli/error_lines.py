@@ -224,6 +224,8 @@ def _line(error: Exception) -> str | None:
         return _no_start(said)
     if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):
         return other_weights(said)
+    if isinstance(error, ValueError) and said.startswith("`val_check_interval` ("):
+        return f"trainer: {said}"
     if isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", said):
         return (
             f"num_workers: {said.partition(' It is possible')[0].rstrip('.')}; most often the host ran out of memory: "

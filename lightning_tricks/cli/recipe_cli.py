@@ -37,6 +37,7 @@ from lightning_tricks.cli.fit_options import (
     option_callbacks,
     settings_of_fit,
 )
+from lightning_tricks.cli.kept_settings import KeptSettings
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
@@ -286,6 +287,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             given["ckpt_path"] = choose_once(subcommand, given, trainer)
             if subcommand == "fit":
                 trainer.callbacks[:0] = option_callbacks(given, self.model)
+                if given["ckpt_path"] and not isinstance(self.model, OptimizerMixin):
+                    trainer.callbacks.insert(0, KeptSettings())
             if subcommand == "validate" and given["text"] is not None:
                 self.datamodule = _whole_text(given["text"], given["ckpt_path"], self.datamodule)
                 trainer.limit_val_batches = 1.0  # all of it, whatever the recipe says of its own data

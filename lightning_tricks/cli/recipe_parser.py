@@ -86,6 +86,16 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             self._last_dump = asked, str(super().dump(cfg, *args, **kwargs))
         return self._last_dump[1]
 
+    def link_arguments(self, source: Any, target: str, compute_fn: Any = None, apply_on: str = "parse") -> None:
+        """Link as in LightningCLI's parser, where `model.width` is an argument of the model's class.
+
+        Here `model` and `data` take any class, and jsonargparse calls the argument `model.init_args.width`. The source
+        of a link on `instantiate` is an attribute of the object and keeps its name.
+        """
+        if apply_on == "parse":
+            source = tuple(map(_of_any_class, source)) if isinstance(source, tuple) else _of_any_class(source)
+        super().link_arguments(source, _of_any_class(target), compute_fn, apply_on)
+
     def _add_signature_parameter(self, container: Any, nested_key: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         """Leave out a default that is a bare `object()`: the library's sign for "not given", and no value of the type.
 
@@ -102,6 +112,10 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
         raise UsageError(one_line(parse_message(message), options, nameable_classes())) from None
+
+
+def _of_any_class(option: str) -> str:
+    return re.sub(r"^(model|data)\.(?!init_args\b|class_path\b)", r"\1.init_args.", option)
 
 
 def join_negative_numbers(args: Sequence[str]) -> list[str]:

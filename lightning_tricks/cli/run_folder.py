@@ -35,6 +35,8 @@ from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.cli.recipe_parser import lightning_cli
 from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.mixins.optimizer_mixin import say_if_never_validated
 
 _FILES_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv")  # of SaveConfigCallback and of Lightning's loggers
 
@@ -148,6 +150,11 @@ class RunFolder(pl.Callback):
             ) from error
         self._made.append(folder)
         return True
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Say that nothing will be validated, as OptimizerMixin does for its modules."""
+        if not isinstance(pl_module, OptimizerMixin):
+            say_if_never_validated(trainer)
 
     def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         """Training has begun; only now is the step of a resumed run known."""

@@ -47,6 +47,11 @@ def run(args: list[str]) -> None:
     if len(paths) < 2:
         raise UsageError(f"average: {paths[0]}: give at least two checkpoints")
     shares = shares_of(options.weights, len(paths))
+    places = [path.resolve() for path in paths]
+    if twice := next((path for number, path in enumerate(paths) if places[number] in places[:number]), None):
+        raise UsageError(
+            f"average: {twice}: given twice: name each checkpoint once; --weights makes one count for more"
+        )
     sources = [stream_weights(path) for path in paths]
     for other in sources[1:]:
         check_same_model(sources[0], other)

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_tricks._accumulation import accumulation, micro_batches_in_step
 from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._trainer import batch_progress, data_rank, is_a, is_restarting, steps_in_epoch
 from lightning_tricks.data.order import SkippedSamples
 
@@ -72,7 +72,7 @@ class BatchHistory:
         lengths = (min(end, steps) - span.step for span, end in zip(self.spans, ends, strict=True))
         return sum(span.rows * max(length, 0) for span, length in zip(self.spans, lengths, strict=True))
 
-    def rows_before(self, position: int) -> int:
+    def rows_taken_before(self, position: int) -> int:
         """Samples that were taken when `position` is that of the next: without those that a span has passed over.
 
         Of the time before the first span nothing is known: there, each position counts as taken.
@@ -85,6 +85,10 @@ class BatchHistory:
             for span, first, end in parts
             for skipped in [SkippedSamples(span.skipped)]
         )
+
+    def batch_size_before(self, step: int) -> int | None:
+        """Samples of the last step before `step`; None where it is not known."""
+        return next((span.rows for span in reversed(self.spans) if span.step < step), None)
 
     def runs(self, step: int) -> Runs:
         """See `Span.runs`.
@@ -293,6 +297,12 @@ class DataPosition:
         self._steps = self._since = steps_done(trainer)
         changed = self._changed(state)
         self._history = BatchHistory() if changed else BatchHistory.of_state(state.get("history", []))
+        before = self._history.batch_size_before(self._steps)
+        now = accumulation(trainer).at(max(self._steps - 1, 0)) * self.rows_at_once(trainer)
+        if before not in (None, now):
+            rank_zero_info(
+                f"From step {self._steps} on, a step has {now} rows; in the checkpoint's run it had {before}"
+            )
         if changed:
             warnings.warn(
                 f"The checkpoint's batches came from other data settings ({', '.join(changed)}); the recipe's are "

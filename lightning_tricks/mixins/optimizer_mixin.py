@@ -317,7 +317,7 @@ class ScheduleLength(pl.Callback):
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
             if trainer.ckpt_path:
                 _say_if_lr_jumps(trainer, scheduler)
-        _say_if_never_validated(trainer)
+        say_if_never_validated(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Leave the Trainer's callbacks as they were."""
@@ -335,12 +335,12 @@ def _say_if_lr_jumps(trainer: Any, scheduler: ScheduleLR) -> None:
         )
 
 
-def _say_if_never_validated(trainer: Any) -> None:
-    """One line if the run ends before its first validation."""
+def say_if_never_validated(trainer: Any) -> None:
+    """One line if the run ends before its first validation, or goes on and ends before the next one."""
     if (found := micro_batches_before_validation(trainer)) is not None:
         first, total = found
         rank_zero_warn(
-            f"val_check_interval={trainer.val_check_interval}: this run has no validation: the first one would come "
+            f"val_check_interval={trainer.val_check_interval}: this run has no validation: the next one would come "
             f"after {first} micro-batches, max_steps={trainer.max_steps} ends the run after {total}; set a smaller "
             "val_check_interval, or limit_val_batches=0"
         )

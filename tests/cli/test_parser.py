@@ -6,10 +6,11 @@ from typing import Any
 import jsonargparse
 import pytest
 import yaml
+from harness.models import Small
 
 from lightning_tricks._lightning import pl
 from lightning_tricks._suggest import _WORDS_FOR, SYNONYMS, did_you_mean
-from lightning_tricks.cli import recipe_parser
+from lightning_tricks.cli import RecipeCLI, recipe_parser
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
@@ -152,3 +153,39 @@ def test_a_recipe_with_anchors_is_saved_without_aliases():
     saved = parser.dump(parser.parse_string("a: &x [1, 2]\nb: *x\nc: *x\nd: {e: *x, f: *x}\n"))
     assert "*" not in saved
     assert yaml.safe_load(saved)["d"] == {"e": [1, 2], "f": [1, 2]}
+
+
+class Wide(Small):
+    """A module whose width the data decide."""
+
+    def __init__(self, width: int = 1):
+        super().__init__()
+        self.width = width
+
+
+class Rows(pl.LightningDataModule):
+    """Knows the width as its argument and as an attribute."""
+
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.width, self.columns = width, 10 * width
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "on", "width"),
+    [
+        ("data.width", "model.width", "parse", 7),
+        (("data.width",), "model.width", "parse", 7),
+        ("data.init_args.width", "model.init_args.width", "parse", 7),
+        ("data.columns", "model.width", "instantiate", 70),
+    ],
+)
+@pytest.mark.parametrize("classes", [(Wide, Rows), ()], ids=["classes", "any class"])
+def test_arguments_of_model_and_data_are_linked_as_by_lightning(source, target, on, width, classes):
+    class Linked(RecipeCLI):
+        def add_arguments_to_parser(self, parser):
+            parser.link_arguments(source, target, apply_on=on)
+
+    named = ["--model", f"{__name__}.Wide", "--data", f"{__name__}.Rows"]
+    built = Linked(*classes, args=[*named, "--data.width=7"], run=False)
+    assert (built.model.width, built.datamodule.width) == (width, 7)

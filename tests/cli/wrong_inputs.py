@@ -481,7 +481,31 @@ ROWS = [
     option("--data.seq_len 1000000000000 --model.decoder.max_seq_len 1000000000000", "seq_len=1000000000000", "GiB"),
     option("--data.num_workers 10000000", "data.num_workers=10000000", "give at most"),
     option("--data.num_workers -1", "num_workers=-1", "at least 0"),
-    plain("--trainer.devices 10000000", "trainer.devices=10000000", "CPU cores", "give at most"),
+    plain("--trainer.devices 10000000", "trainer.devices=10000000", "from 1 to 1024", "auto"),
+    plain("--trainer.devices 1000", "trainer.devices=1000", "CPU cores", "give at most"),
+    *(
+        command(f"{name} --config small.yaml --trainer.devices {value}", f"trainer.devices={value}", "from 1 to 1024")
+        for name, value in (("plan", "1e9"), ("check", "1e9"), ("schedule", "2.0"), ("fit", "[]"), ("check", "true"))
+    ),
+    *(
+        plain(f"--trainer.{name} {value}", f"trainer.{name}={value}", *words)
+        for name, value, *words in (
+            ("max_steps", 10**24, "64 bits"),
+            ("accumulate_grad_batches", 10**24, "64 bits"),
+            ("reload_dataloaders_every_n_epochs", 10**24, "64 bits"),
+            ("limit_train_batches", 0, "above 0", "validate"),
+            ("log_every_n_steps", -1, "0 for no log"),
+            ("num_sanity_val_steps", -7, "-1 for a whole one"),
+            ("min_steps", -5, "or null"),
+        )
+    ),
+    option(f"--data.num_workers {10**24}", "data.num_workers=1000", "64 bits"),
+    plain(
+        "--trainer.val_check_interval 1000000 --trainer.limit_val_batches 1",
+        "val_check_interval",
+        "(1000000)",
+        "number of the training batches",
+    ),
     # Launchers and other machines.
     *(
         plain("", f"{name}='{value}'", "a whole number", f"unset {name}", prepare=environment(**{name: value}))
@@ -623,6 +647,7 @@ ROWS = [
     command("import . --output mine.yaml", "has no config.json"),
     command("average right.ckpt --output mean.ckpt", "right.ckpt: give at least two checkpoints"),
     command("average right.ckpt right.ckpt --output mean.ckpt --weights 1", "weights=1: give 2 numbers"),
+    command("average right.ckpt ./right.ckpt --output mean.ckpt", "right.ckpt: given twice", "--weights"),
     command("autopsy --config small.yaml --ckpt_path right.ckpt", "autopsy needs --step"),
     command("autopsy --config small.yaml --step 1", "--ckpt_path FILE"),
     command(
@@ -718,11 +743,11 @@ ROWS = [
     plain("--trainer.accumulate_grad_batches 0", "trainer.accumulate_grad_batches=0", "1 or more"),
     plain("--trainer.val_check_interval 0", "trainer.val_check_interval=0", "limit_val_batches: 0"),
     plain("--trainer.check_val_every_n_epoch 0", "trainer.check_val_every_n_epoch=0", "1 or more"),
-    plain("--trainer.devices 0", "trainer.devices=0", "1 or more"),
-    plain("--trainer.num_nodes 0", "num_nodes", "positive integer", "0"),
+    plain("--trainer.devices 0", "trainer.devices=0", "from 1 to 1024"),
+    plain("--trainer.num_nodes 0", "trainer.num_nodes=0", "the number of hosts"),
     option("--trainer.gradient_clip_val -1", "gradient_clip_val=-1", "above 0"),
     plain("--trainer.gradient_clip_val .nan", "trainer.gradient_clip_val=nan", "above 0"),
-    plain("--trainer.limit_train_batches -1", "-1", "limit_train_batches", "[0.0, 1.0]"),
+    plain("--trainer.limit_train_batches -1", "trainer.limit_train_batches=-1", "above 0"),
     plain("--trainer.accelerator gpuu", "trainer.accelerator=gpuu", "did you mean gpu?"),
     plain("--trainer.accelerator gpu", "trainer.accelerator=gpu", "give cpu or auto", prepare=no_gpu),
     plain("--trainer.precision fp16", "trainer.precision=fp16", "did you mean 16-mixed?"),

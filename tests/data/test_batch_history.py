@@ -54,6 +54,22 @@ def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_th
     assert [position.samples_of_step(step, state) for step in range(done)] == taken
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "line"),
+    [(2, []), (3, ["From step 4 on, a step has 6 rows; in the checkpoint's run it had 4"])],
+)
+def test_a_resume_with_another_batch_says_so_in_one_line(micro_batches, line, monkeypatch):
+    said = []
+    monkeypatch.setattr(module, "rank_zero_info", said.append)
+    first, now = DataPosition(4, {"seed": 0}, SkippedSamples([])), trainer()
+    first.begin(now)
+    now.step = 4
+    second = DataPosition(2, {"seed": 0}, SkippedSamples([]))  # 2 micro-batches of 2 are the same batch
+    second.load_state_dict(first.state_dict(now))
+    second.begin(trainer(step=4, accumulate_grad_batches=micro_batches, restarts=True))
+    assert said == line
+
+
 @pytest.mark.parametrize("skipped", [[], [[3, 5], [40, 47]]])
 def test_a_run_that_never_changes_has_one_span_however_often_it_resumes(skipped):
     state = None

@@ -140,7 +140,7 @@ def model_card(
 
 def _rows_taken(data: Mapping[str, Any]) -> int:
     """Number of training rows that the run of a data module's state has taken: positions without the skipped ones."""
-    return BatchHistory.of_state(data.get("history", [])).rows_before(data["samples"])
+    return BatchHistory.of_state(data.get("history", [])).rows_taken_before(data["samples"])
 
 
 def _data_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
