@@ -31,7 +31,7 @@ from lightning_tricks.parallel.shard import materialize
 # The lines of a breakdown, in the order in which they are shown.
 LINES = (
     "weights", "averages", "gradients", "optimizer state", "communication", "gathered weights", "activations",
-    "head and loss", "working memory",
+    "head and loss", "working memory", "snapshots",
 )  # fmt: skip
 FORWARD, LOSS, LOSS_BACKWARD, LAST, BETWEEN, FIRST, REST, STEP = (
     "forward pass", "head and loss", "backward pass of head and loss", "backward pass of the last block",

@@ -26,6 +26,7 @@ from lightning_tricks import (
     LanguageModel,
     Llama,
     ParallelDims,
+    SpikeRollback,
     TotalTokens,
 )
 from lightning_tricks._errors import UsageError
@@ -147,6 +148,24 @@ def test_every_line_of_a_small_model_is_that_of_arithmetic():
     assert step["optimizer state"] == 8 * COUNT + 4 * 21
     assert plan.tokens_a_step == 2 * 32 * 4
     assert plan.as_dict()["peak_bytes"] == plan.memory.peak + plan.device.overhead
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
+def test_the_copies_of_spike_rollback_are_counted_where_they_lie(accelerator):
+    callbacks = [SpikeRollback(keep_snapshots=3), EMA(decay=0.9)]
+    plan = planned(settings={"max_steps": 10, "accelerator": accelerator, "callbacks": callbacks})
+    step = plan.memory.instants[STEP]
+    copies = 3 * (step["weights"] + step["optimizer state"] + step["averages"])
+    if accelerator == "cpu":
+        assert step["snapshots"] == copies
+    else:
+        assert plan.memory.host == {"snapshots": copies}
+        assert plan.host_bytes == plan.setup.devices * copies
+
+
+def test_the_average_of_lightnings_own_callbacks_is_counted():
+    plan = planned(settings={"max_steps": 10, "callbacks": [pl.callbacks.EMAWeightAveraging()]})
+    assert plan.memory.instants[STEP]["averages"] == plan.memory.instants[STEP]["weights"]
 
 
 def test_shards_replicas_and_bf16_weights_change_the_lines_by_their_rule():

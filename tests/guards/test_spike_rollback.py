@@ -15,6 +15,7 @@ from harness.runs import On
 from spiking_run import Data, Model, States, batch_of, fit, huge_at, nan_at, rollbacks, same, state_of
 from test_no_sync import Counts
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_tricks import (
@@ -72,6 +73,42 @@ def test_weights_buffers_and_optimizer_go_back_and_all_else_goes_on(optimizer):
     assert found.trainer.global_step == 70
     counts = [(step, row["guard/rollbacks"]) for step, row in found.rows if "guard/rollbacks" in row]
     assert counts == [(step, float(step >= 49)) for step in range(9, 70, 10)]
+
+
+class Averages(pl.Callback):
+    """The average's numbers before each step."""
+
+    def __init__(self, average: Any) -> None:
+        self.average, self.at = average, dict[int, Any]()
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        numbers = tree_leaves([self.average.terms, [torch.tensor(part) for part in self.average.parts.values()]])
+        self.at[trainer.global_step] = torch.cat([number.flatten() for number in numbers])
+
+
+@pytest.mark.parametrize("copies", [2, 0], ids=["from memory", "from a checkpoint"])
+@pytest.mark.parametrize("in_front", [True, False])
+@pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: TailAverage(horizon_steps=500)], ids=["EMA", "TailAverage"])
+def test_an_average_goes_back_with_the_weights_and_on_from_there(make, in_front, copies, tmp_path):
+    average = make()
+    averages, saves = Averages(average), [] if copies else [saver(tmp_path)]
+    pair = [average, rollbacks(keep_snapshots=copies)]
+    found = fit(Data(nan_at(45)), *(pair if in_front else reversed(pair)), *saves, averages, steps=60, folder=tmp_path)
+    assert "weights and optimizer are those of step 40 again" in found.lines[0]
+    assert torch.equal(averages.at[50], averages.at[40])
+    assert not torch.equal(averages.at[51], averages.at[50])
+    assert averages.at[59].isfinite().all()
+
+
+def test_an_average_that_a_checkpoint_has_brought_is_part_of_the_first_copy(tmp_path):
+    fit(Data(), EMA(0.9), rollbacks(), saver(tmp_path), steps=20, folder=tmp_path)
+    average = EMA(0.9)
+    averages = Averages(average)
+    path = tmp_path / "step=20.ckpt"
+    fit(Data(nan_at(23)), rollbacks(), average, averages, steps=40, folder=tmp_path, ckpt_path=path)
+    saved = torch.load(path, weights_only=True)["averages"]["ema"]["weights"]["mean"]
+    numbers = torch.cat([number.flatten() for number in [*saved.values(), torch.ones(1)]])
+    assert [step for step, there in averages.at.items() if torch.equal(there, numbers)] == [20, 30]
 
 
 def test_a_spike_before_the_second_copy_goes_back_to_the_first_step():
@@ -603,6 +640,8 @@ def test_runs_that_could_not_be_brought_back_are_refused():
         fit(Data(), rollbacks(keep_snapshots=0))
     with pytest.raises(UsageError, match=r"^SpikeRollback.patience_steps=20: StepGuard stops .* max_skipped_steps=10 "):
         fit(Data(), StepGuard(), rollbacks(patience_steps=20))
+    with pytest.raises(UsageError, match=r"^SpikeRollback: EMAWeightAveraging would keep in its average the weights"):
+        fit(Data(), pl.callbacks.EMAWeightAveraging(), rollbacks())
     for name in ("DeepSpeedStrategy", "FSDPStrategy"):
         trainer: Any = SimpleNamespace(log_every_n_steps=1, strategy=type(name, (), {})())
         with pytest.raises(UsageError, match=f"^SpikeRollback: {name} keeps weights"):

@@ -26,12 +26,21 @@ from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
-from lightning_tricks.parallel.memory_trace import LINES, Lines, StepMemory, TraceOptions, nothing_compiled, trace_step
+from lightning_tricks.parallel.memory_trace import (
+    LINES,
+    STEP,
+    Lines,
+    StepMemory,
+    TraceOptions,
+    nothing_compiled,
+    trace_step,
+)
 from lightning_tricks.parallel.parallelize import parallelize
 from lightning_tricks.parallel.shard import local_bytes, to_meta
 
 DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds the same
 AVERAGES = ("EMA", "TailAverage")
+LIGHTNINGS_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
 
@@ -264,17 +273,28 @@ def _found_in(configured: Any) -> torch.optim.Optimizer:
 
 
 def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> StepMemory:
-    """Add what lies on the device beside the step: averages of the weights, and DDP's buckets."""
+    """Add what lies beside the step: averages of the weights, copies to go back to, and DDP's buckets."""
     more: dict[str, int] = {}
     callbacks = setup.trainer.get("callbacks") or []
-    averages = sum(is_a(one, *AVERAGES) for one in (callbacks if isinstance(callbacks, list) else [callbacks]))
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    averages = sum(is_a(one, *AVERAGES) for one in callbacks)
     trained = [local(parameter) for parameter in module.parameters() if parameter.requires_grad]
     if averages:
         more["averages"] = averages * sum(max(4, part.itemsize) * part.numel() for part in trained)
+    if copied := sum(is_a(one, *LIGHTNINGS_AVERAGES) for one in callbacks):  # they copy the module as it is
+        tensors = [local(tensor) for tensor in (*module.parameters(), *module.buffers())]
+        more["averages"] = more.get("averages", 0) + copied * sum(tensor.nbytes for tensor in tensors)
     if setup.kind == "ddp":
         more["communication"] = sum(part.nbytes for part in trained)
     if setup.kind == "zero":
         memory = _of_deepspeed(setup, memory, sum(part.numel() for part in trained))
+    if number := sum(one.keep_snapshots for one in callbacks if is_a(one, "SpikeRollback")):
+        lines = {**memory.instants[STEP], **memory.host}
+        size = lines.get("weights", 0) + lines.get("optimizer state", 0) + more.get("averages", 0)
+        if setup.on_gpu:
+            memory = replace(memory, host={**memory.host, "snapshots": number * size})
+        else:
+            more["snapshots"] = number * size
     if not more:
         return memory
 

@@ -246,6 +246,7 @@ class WeightAverage(pl.Callback):
         self.parts: dict[str, float] = {}
         self.step = 0
         self._loaded: dict[str, Any] | None = None
+        self._was_rolled_back = False  # from a copy in memory
 
     # ---- for subclasses
 
@@ -313,7 +314,7 @@ class WeightAverage(pl.Callback):
             self.begin()
         rank_zero_info(self._summary())
 
-    def _restore(self, trainer: Any, module: Module, saved: Mapping[str, Any]) -> None:
+    def _restore(self, trainer: Any, module: nn.Module, saved: Mapping[str, Any]) -> None:
         drop_gathered(module)
         self.weights = AveragedWeights(module, {name for term in saved["weights"].values() for name in term})
         self.terms = {term: self.weights.load(value, trainer.ckpt_path) for term, value in saved["weights"].items()}
@@ -328,11 +329,45 @@ class WeightAverage(pl.Callback):
             f"{self.weights.nbytes / 2**30:.3f} GiB a process; {used}"
         )
 
+    def rollback_state(self) -> dict[str, Any] | None:
+        """The average beside the weights as they are, for SpikeRollback's copy."""
+        if self.weights is None:
+            return None
+        self._catch_up(self._trainer)
+        return {"terms": self.terms, "parts": dict(self.parts), "progress": self.progress()}
+
+    @torch.no_grad()
+    def load_rollback_state(self, state: dict[str, Any] | None) -> None:
+        """Bring the average back that stood beside the weights that came back."""
+        if self.weights is None or state is None:
+            return
+        for name, average in self.terms.items():
+            copied = state["terms"][name]
+            if number := len(average) - len(copied):  # unfrozen since then: until then each was its own average
+                copied = [*copied, *self.weights.copies(number)]
+            torch._foreach_copy_(average, copied)
+        self.parts = dict(state["parts"])
+        self.load_progress(state["progress"])
+        self._was_rolled_back = True
+
+    def load_rollback_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the average of a checkpoint to which SpikeRollback goes back."""
+        self._loaded = (checkpoint.get(AVERAGES) or {}).get(self.NAME)
+
     def after_rollback(self) -> None:
-        """Begin anew with the weights that SpikeRollback brought back: the average is of those that were given up."""
-        if self.weights is not None:
-            self.step = self._trainer.global_step  # this step's weights are in it, wherever the two callbacks stand
+        """Go on from now with the average that came back, or anew with the weights where none was kept.
+
+        The steps since then are in no average: they are undone, and one NaN among them would stay in it for ever.
+        """
+        if self.weights is None:
+            return
+        saved, self._loaded = self._loaded, None
+        now = self.step = self._trainer.global_step  # this step's weights are in it, wherever the two callbacks stand
+        if saved is not None:
+            self._restore(self._trainer, self.weights.module, saved)
+        elif not self._was_rolled_back:
             self.begin()
+        self.step, self._was_rolled_back = now, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Average weights as well that a finetuning has unfrozen at the start of this epoch."""

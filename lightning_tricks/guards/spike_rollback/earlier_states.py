@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 class TrainingState:
-    """A copy of weights, buffers, optimizer state and loss scale: of sharded tensors this rank's shards.
+    """A copy of weights, buffers, optimizer state, loss scale and averages: of sharded tensors this rank's shards.
 
     The schedule is left out: learning rates and all other arguments of an optimizer's constructor stay as they are when
     the copy is put back. Counts that an optimizer keeps in its groups are part of the copy. So are buffers, but not
@@ -54,6 +54,11 @@ class TrainingState:
                 [_state(layer) for layer in layers_of(unwrapped(optimizer))] for optimizer in trainer.optimizers
             ],
             "scaler": {} if scaler is None else scaler.state_dict(),
+            "callbacks": {
+                callback.state_key: callback.rollback_state()
+                for callback in trainer.callbacks
+                if hasattr(callback, "rollback_state")
+            },
         }
         here = tree_map(lambda value: local(value).detach() if isinstance(value, Tensor) else value, live)
         self._copy = snapshot(here, buffers)
@@ -71,6 +76,9 @@ class TrainingState:
                 _restore_optimizer(layer, state)
         if self._copy["scaler"]:
             trainer.precision_plugin.scaler.load_state_dict(copy.deepcopy(self._copy["scaler"]))
+        for callback in trainer.callbacks:
+            if callback.state_key in self._copy["callbacks"]:
+                callback.load_rollback_state(self._copy["callbacks"][callback.state_key])
 
 
 @dataclass(frozen=True)
@@ -307,4 +315,7 @@ def _load(trainer: Any, path: Path) -> dict[str, Any]:
     scaler, state = enabled_scaler(plugin), checkpoint.get(type(plugin).__qualname__) or {}
     if scaler is not None and "scale" in state:  # what a plugin counts, such as BF16Step's steps, goes on
         scaler.load_state_dict({**scaler.state_dict(), **{name: state[name] for name in ("scale", "_growth_tracker")}})
+    for callback in trainer.callbacks:
+        if hasattr(callback, "load_rollback_checkpoint"):
+            callback.load_rollback_checkpoint(checkpoint)
     return checkpoint

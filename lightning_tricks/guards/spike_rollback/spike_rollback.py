@@ -14,7 +14,7 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, ran
 from lightning_tricks._refusals import refuse
 from lightning_tricks._samples import in_words as samples_in_words
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import is_accumulating, logging_step, validation_follows
+from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
 from lightning_tricks.guards.preemption.preemption import save
 from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
@@ -74,8 +74,10 @@ class SpikeRollback(pl.Callback):
     its newest checkpoint goes on behind the spike. From an earlier one it comes to the same data again, and rolls back
     again.
 
-    Every process copies its own shards. A callback with a method `after_rollback()` is told, as StepGuard is. This
-    callback moves behind the MetricBuffer, in front of the checkpoint callbacks.
+    Every process copies its own shards. EMA and TailAverage go back with the weights. A callback with a method
+    `after_rollback()` is told, as StepGuard is; what its `rollback_state()` returns, tensors and numbers, is copied
+    with the weights and given back by `load_rollback_state(state)`. This callback moves behind the MetricBuffer, in
+    front of the checkpoint callbacks.
 
     Args:
         patience_steps: steps in a row out of bounds; 10, at which StepGuard stops a run that nobody repairs.
@@ -84,8 +86,8 @@ class SpikeRollback(pl.Callback):
             half of them on.
         snapshot_every_n_steps: optimizer steps between copies, rounded up to a log step; 100, as PaLM went back about
             100 steps. A copy is made only if the loss is within bounds.
-        keep_snapshots: copies in memory, each as large as weights, buffers and optimizer state of one process; 0: go
-            back to checkpoints only.
+        keep_snapshots: copies in memory, each as large as weights, buffers, optimizer state and averages of one
+            process; 0: go back to checkpoints only.
         max_rollbacks: the run stops where another one would follow.
 
     Raises:
@@ -126,7 +128,7 @@ class SpikeRollback(pl.Callback):
         self._within_step = False
         self._begun: dict[int, int] = {}  # by logging step, `trainer.global_step` before it, of the steps not read yet
         self._read_up_to = -1  # logging step
-        self._size_is_known = self._is_unsaved = False
+        self._has_begun = self._size_is_known = self._is_unsaved = False
 
     # ---- start
 
@@ -161,6 +163,11 @@ class SpikeRollback(pl.Callback):
                 "SafeCheckpoint"
             )
         for other in trainer.callbacks:
+            if is_a(other, "WeightAveraging", "StochasticWeightAveraging"):
+                raise UsageError(
+                    f"SpikeRollback: {type(other).__name__} would keep in its average the weights that are "
+                    "undone: take EMA or TailAverage, which go back with the weights"
+                )
             if isinstance(other, StepGuard) and other.max_skipped_steps < self.patience_steps:
                 raise UsageError(
                     f"SpikeRollback.patience_steps={self.patience_steps}: StepGuard stops the run after "
@@ -168,7 +175,7 @@ class SpikeRollback(pl.Callback):
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Module) -> None:
-        """Go on with the checkpoint's detector and rollbacks; copy the first state."""
+        """Go on with the checkpoint's detector and rollbacks."""
         others = [callback for callback in trainer.callbacks if callback is not self]
         place = others.index(self._buffer) + 1
         trainer.callbacks = [*others[:place], self, *others[place:]]  # a new list: Lightning iterates over the old one
@@ -182,14 +189,16 @@ class SpikeRollback(pl.Callback):
             )
         if "detector" in loaded:
             self._detector.load_state_dict(loaded["detector"])
-        self._copy(trainer, pl_module)
 
     # ---- each batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Roll back if values that were read since the last step, as by a validation, ask for it."""
+        """Copy the first state; roll back if values read since the last step, as by a validation, ask for it."""
         if self._within_step:
             return
+        if not self._has_begun:  # here, when averages stand that a checkpoint has brought
+            self._has_begun = True
+            self._copy(trainer, pl_module)
         if self._detector.spiking:
             self._roll_back(trainer, pl_module)
         self._within_step = True
