@@ -1,16 +1,21 @@
 """ExactResume and the state that Lightning leaves out of a checkpoint: from each one, the run has the unbroken bits."""
 
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import runs
 from harness.models import rows
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_tricks import ExactResume, SafeCheckpoint
+from lightning_tricks.guards.exact_resume.left_out import NOT_EXACT, warn_of_other_callbacks
 
 BATCHES, EPOCHS = 3, 3
 PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.0}
@@ -54,6 +59,10 @@ CASES = {
     "a plateau of every second step": (lambda: Model("step", 2), lambda: [], MID_EPOCH),
     "a growing accumulation": (Model, lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})], {}),
     "a backbone that is unfrozen": (Model, lambda: [BackboneFinetuning(1, lambda epoch: 1.5)], {}),
+    "an average of the weights": (Model, lambda: [callbacks.EMAWeightAveraging(decay=0.5)], {}),
+    "the mean of the weights": (Model, lambda: [callbacks.WeightAveraging()], {}),
+    "an early end": (Model, lambda: [callbacks.EarlyStopping("val", patience=2)], {}),
+    "a limit of time": (Model, lambda: [callbacks.Timer("00:01:00:00")], {}),
     "its norms stay frozen": (Model, lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)], {}),
 }
 MEANS = {
@@ -70,13 +79,13 @@ PAIRS = [*((case, "ModelCheckpoint") for case in CASES), *((case, "SafeCheckpoin
 def fit(case, saver, ckpt_path=None):
     """Weights and learning rates of the steps of a run, and the lines in which ExactResume warned."""
     pl.seed_everything(1, verbose=False)
-    make, callbacks, options = (CASES | MEANS)[case]
+    make, others, options = (CASES | MEANS)[case]
     module = make()
     options = {"max_epochs": EPOCHS, "max_steps": -1, "num_sanity_val_steps": 0, "logger": False} | options
     data, val = DataLoader(rows(2 * BATCHES, 4), 2, shuffle=True), DataLoader(torch.ones(2, 4))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runs.fit(module, ExactResume(), *callbacks(), saver, data=data, val=val, ckpt_path=ckpt_path, **options)
+        runs.fit(module, ExactResume(), *others(), saver, data=data, val=val, ckpt_path=ckpt_path, **options)
     trained = [(name, one.requires_grad) for name, one in module.named_parameters()]
     lines = [line for line in (str(one.message) for one in caught) if line.startswith("ExactResume")]
     return {"weights": module.state_dict(), "lrs": module.lrs, "trained": trained}, lines
@@ -102,3 +111,39 @@ def test_a_scheduler_that_sees_a_mean_over_an_epoch_is_named_at_the_start(tmp_pa
     assert "monitor a metric of validation" in line
     assert "\n" not in line
     assert fit("a metric of the last batch", ModelCheckpoint(tmp_path))[1] == []
+
+
+# Lightning's callbacks beside which a resume has the bits of the unbroken run: of `CASES`, or tested with each saver
+EXACT = {
+    "BackboneFinetuning", "BaseFinetuning", "Checkpoint", "EMAWeightAveraging", "EarlyStopping",
+    "GradientAccumulationScheduler", "ModelCheckpoint", "Timer", "WeightAveraging",
+}  # fmt: skip
+# those that only watch, write or show, or do what the user's own code says
+WATCH = {
+    "BasePredictionWriter", "Callback", "DeviceStatsMonitor", "LambdaCallback", "LearningRateMonitor", "ModelSummary",
+    "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar", "TQDMProgressBar",
+    "ThroughputMonitor",
+}  # fmt: skip
+
+
+def test_of_each_of_lightnings_callbacks_it_is_known_whether_a_resume_is_exact_beside_it():
+    groups = [EXACT, WATCH, set(NOT_EXACT)]
+    assert sorted(name for group in groups for name in group) == sorted(callbacks.__all__)
+    page = (Path(__file__).parents[2] / "docs" / "exact_resume.md").read_text()
+    assert [name for name in callbacks.__all__ if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", NOT_EXACT)
+def test_beside_a_callback_that_a_resume_does_not_follow_one_line_says_so(name, recwarn):
+    own: type = type("Mine", (getattr(callbacks, name),), {})  # a subclass of somebody's counts too
+    warn_of_other_callbacks(SimpleNamespace(callbacks=[ModelCheckpoint(), own.__new__(own)]))
+    (line,) = (str(warned.message) for warned in recwarn)
+    assert line.startswith("ExactResume: beside Mine a resume is not exact: it ")
+    assert "\n" not in line
+
+
+def test_the_line_comes_when_the_fit_starts(tmp_path):
+    case = (Model, lambda: [callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)], {})
+    with mock.patch.dict(CASES, {"swa": case}):
+        _, (line,) = fit("swa", ModelCheckpoint(tmp_path))
+    assert line.startswith("ExactResume: beside StochasticWeightAveraging a resume is not exact: it saves its average")

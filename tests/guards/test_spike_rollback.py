@@ -541,7 +541,7 @@ def test_a_copy_restores_each_of_the_optimizers_that_wrap_one_another():
     weight = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     outer, module = Wrapper(inner), torch.nn.Module()
-    trainer = SimpleNamespace(optimizers=[outer], precision_plugin=None)
+    trainer = SimpleNamespace(callbacks=[], optimizers=[outer], precision_plugin=None)
     inner.state[weight]["momentum_buffer"] = torch.ones(1)
     outer.state[weight]["slow_params"] = torch.ones(1)
     state = TrainingState(trainer, module)
@@ -557,7 +557,7 @@ def test_a_copy_restores_nested_state_in_place_and_drops_what_came_later():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer, module = torch.optim.SGD([weight], lr=0.1), torch.nn.Module()
     module.register_buffer("cache", torch.ones(2))
-    trainer = SimpleNamespace(optimizers=[optimizer], precision_plugin=None)
+    trainer = SimpleNamespace(callbacks=[], optimizers=[optimizer], precision_plugin=None)
     history, scale, resized = torch.ones(2), torch.ones(1), torch.ones(3)
     state = optimizer.state[weight]
     state.update(history=[history, (4, "a")], inner={"scale": scale}, resized=resized)
@@ -587,7 +587,7 @@ def test_a_copy_restores_nested_state_in_place_and_drops_what_came_later():
 def test_a_copy_from_before_a_finetuning_added_parameters_is_put_back():
     first, later = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer, module = torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.nn.ParameterList([first, later])
-    trainer = SimpleNamespace(optimizers=[optimizer], precision_plugin=None)
+    trainer = SimpleNamespace(callbacks=[], optimizers=[optimizer], precision_plugin=None)
     optimizer.state[first]["momentum_buffer"] = torch.ones(1)
     copied = TrainingState(trainer, module)
 

@@ -364,7 +364,7 @@ class WeightAverage(pl.Callback):
         saved, self._loaded = self._loaded, None
         now = self.step = self._trainer.global_step  # this step's weights are in it, wherever the two callbacks stand
         if saved is not None:
-            self._restore(self._trainer, self.weights.module, saved)
+            self._restore(self._trainer, self._trainer.lightning_module, saved)
         elif not self._was_rolled_back:
             self.begin()
         self.step, self._was_rolled_back = now, False

@@ -42,6 +42,7 @@ from lightning_tricks.guards.exact_resume.left_out import (
     left_out,
     put_back,
     warn_of_epoch_means,
+    warn_of_other_callbacks,
 )
 from lightning_tricks.guards.exact_resume.loaders import (
     Replay,
@@ -76,7 +77,8 @@ class ExactResume(pl.Callback):
     A ModelCheckpoint saves whole optimizer steps only, and after the validation that is due.
 
     Loaders with an attribute `addressed_by_position`, as those of `TextData` and `TokenData`, are left alone. A loader
-    that cannot be followed is named in one line, and its data start again on resume.
+    that cannot be followed is named in one line, and its data start again on resume. So is each of Lightning's own
+    callbacks beside which a resume is not exact, such as StochasticWeightAveraging; docs/exact_resume.md has a table.
 
     Raises:
         UsageError: `reload_dataloaders_every_n_epochs` is set; on resume, the number of loaders is another one, or that
@@ -125,6 +127,7 @@ class ExactResume(pl.Callback):
         self._replacements.enter_context(replaced(trainer.strategy, "process_dataloader", process_and_follow))
         hold_back_savers(trainer, self._replacements)
         follow_accumulation(trainer, self._replacements)
+        warn_of_other_callbacks(trainer)
 
     def _follow(self, loader: Any) -> Any:
         """Serve a training loader so that its position is known, if that can be; else say that it cannot."""

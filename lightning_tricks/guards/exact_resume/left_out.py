@@ -31,6 +31,24 @@ from lightning_tricks._trainer import (
     validation_follows,
 )
 
+# Lightning's callbacks, and their subclasses, beside which a resume is another run: why, and what to do. The others are
+# exact, or leave training alone; docs/exact_resume.md has all of them.
+NOT_EXACT = {
+    "StochasticWeightAveraging": "saves its average in no checkpoint: take TailAverage or EMA",
+    "LearningRateFinder": "searches again at each start: search once, and set the learning rate that it finds",
+    "BatchSizeFinder": "searches again at each start: search once, and set the batch size that it finds",
+    "ModelPruning": "saves pruned weights without their masks: prune after training, or do not resume",
+    "SpikeDetection": "of Lightning 2.6 fails when a checkpoint is saved: take SpikeRollback or StepGuard",
+}
+
+
+def warn_of_other_callbacks(trainer: Any) -> None:
+    """Name each of Lightning's callbacks beside which a resume is not exact."""
+    for callback in trainer.callbacks:
+        for name, why in NOT_EXACT.items():
+            if is_a(callback, name):
+                rank_zero_warn(f"ExactResume: beside {type(callback).__name__} a resume is not exact: it {why}")
+
 
 def left_out(trainer: Any) -> dict[str, Any]:
     """The state of this process, as of the end of the batches that are done; in plain types."""
