@@ -48,7 +48,7 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
     if weights_layout(trainer.strategy) == "flat":
         norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
     else:
-        norm = clip_grad_norm(_parameters(optimizer), max_norm)
+        norm = clip_grad_norm(_parameters(optimizer), max_norm, scale_as_torch=True)  # in place of Lightning's own clip
     return _unscaled(norm, trainer, optimizer)
 
 

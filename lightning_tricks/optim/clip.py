@@ -1,7 +1,7 @@
 """Clip gradients by their norm, and keep that norm: one pass, no wait for the GPU."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scale_as_torch: bool = False) -> Tensor:
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`, but for bf16 and fp16 gradients: their norm is computed and
@@ -23,6 +25,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     Args:
         parameters: of any shapes; parameters without a gradient are ignored.
         max_norm: the largest norm allowed, above 0; None to measure only. Usual: 1.0.
+        scale_as_torch: scale bf16 and fp16 gradients by torch's rounded norm, for who stands in for torch's clip.
 
     Returns:
         The norm before clipping, a 0-dim tensor on the gradients' device, at least in fp32; 0 without any gradient.
@@ -39,14 +42,25 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
-    norms = [_full(torch.linalg.vector_norm(_norms([_summed(p) for p in group]))) for group in meshes]
+    are_rounded = any(parameter.grad.dtype in _HALF for parameter in with_grad)  # type: ignore[union-attr]
+    norm = _joint_norm(meshes, _norm_in_fp32 if are_rounded else torch.nn.utils.get_total_norm)
+    if max_norm is not None:
+        scaling = _joint_norm(meshes, torch.nn.utils.get_total_norm) if are_rounded and scale_as_torch else norm
+        for group in meshes:
+            torch.nn.utils.clip_grads_with_norm_([_dense(parameter) for parameter in group], max_norm, scaling)
+    return norm
+
+
+def _joint_norm(meshes: Sequence[Sequence[Tensor]], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    norms = [_full(norm_of([_summed(parameter) for parameter in group])) for group in meshes]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack([other.to(norm.device) for other in norms]))
-    if max_norm is not None:
-        for group in meshes:
-            torch.nn.utils.clip_grads_with_norm_([_dense(parameter) for parameter in group], max_norm, norm)
     return norm
+
+
+def _norm_in_fp32(tensors: list[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(_norms(tensors))
 
 
 @torch.no_grad()
@@ -143,7 +157,7 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     norms: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:
         own = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+        wide = torch.float32 if dtype in _HALF else None
         norms |= zip(own, torch._foreach_norm([tensors[index] for index in own], dtype=wide), strict=True)
     return torch.stack([norms[index].to(tensors[0].device) for index in range(len(tensors))])
 

@@ -197,11 +197,14 @@ class CountsGraphs(Model):
         return graph.forward
 
 
-class LogsNothing(CountsGraphs):
-    """For compiling as a whole: torch cannot compile Lightning's `self.log`."""
+class LogsOutside(CountsGraphs):
+    """For compiling as a whole: torch cannot compile Lightning's `self.log`, which stands outside of the step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.log("train/loss", outputs["loss"])
 
 
 class Fails(ClipsItself):
@@ -484,6 +487,11 @@ def real_beside_complex(trial: Trial) -> None:
     trial.fit(RealAndComplex(), gradient_clip_val=0.5)
 
 
+def clips_in_bf16(trial: Trial) -> None:
+    """Lightning's clip scales by a norm that is rounded to bf16, while the monitors record it in fp32."""
+    trial.fit(Model(), precision="bf16-true", gradient_clip_val=0.5)
+
+
 def recomputes_in_bf16(trial: Trial) -> None:
     module = Model()
     module.net.recomputes = True
@@ -518,7 +526,7 @@ def compiled_network(trial: Trial) -> None:
 
 def compiled_module(trial: Trial) -> None:
     torch._dynamo.reset()
-    module = LogsNothing()
+    module = LogsOutside()
     trial.fit(torch.compile(module, backend=module.backend), gradient_clip_val=0.5, limit_val_batches=0)
 
 
@@ -557,8 +565,9 @@ ALONE = [clips_by_norm, own_methods, fails_and_fits_again]
 # With all monitors at once; with each alone only where these are seen to change something.
 TOGETHER = [
     module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods_by_hand, sparse_gradients, real_beside_complex, recomputes_in_bf16, runs_blocks_twice_in_bf16,
-    never_logs, compiled_blocks, compiled_network, compiled_module, scales_the_loss, fails_by_hand_and_fits_again,
+    own_methods_by_hand, sparse_gradients, real_beside_complex, clips_in_bf16, recomputes_in_bf16,
+    runs_blocks_twice_in_bf16, never_logs, compiled_blocks, compiled_network, compiled_module, scales_the_loss,
+    fails_by_hand_and_fits_again,
 ]  # fmt: skip
 SEVERAL_FITS = [fails_and_fits_again, fails_by_hand_and_fits_again, fits_three_times]
 
