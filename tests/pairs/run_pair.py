@@ -276,7 +276,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "DecayOnDemand": DecayOnDemand,
         "ExactResume": ExactResume,
         "Preemption": Preemption,
-        "RunLedger": lambda: RunLedger(cover_weights_in_steps=2),
+        "RunLedger": lambda: RunLedger(str(folder / "ledger.jsonl"), cover_weights_in_steps=2),
         "MFUMonitor": lambda: MFUMonitor(peak_flops=1e12),  # else each process measures that of its CPU
         "GradNormMonitor": GradNormMonitor,
         "ShadowGradient": lambda: ShadowGradient(every_n_steps=3),
