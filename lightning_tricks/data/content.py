@@ -98,12 +98,11 @@ def _read(cache_dir: Path, part: str) -> dict[str, Any]:
 
 def _add(cache_dir: Path, part: str, new: dict[str, Any]) -> None:
     """Add to the record in one rename. What another process adds at the same moment may be lost, and is asked again."""
-    if not new:
+    if not new or not cache_dir.is_dir():  # `check`, which leaves nothing behind, asks before there is a cache
         return
     record = {name: _read(cache_dir, name) for name in ("files", "datasets")}
     record[part] |= new
     with suppress(OSError):  # a cache that is only read
-        cache_dir.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=staging_prefix(RECORD), dir=cache_dir)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:

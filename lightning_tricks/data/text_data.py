@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -305,6 +305,8 @@ class TextData(ShardData):
     def prepare_data(self) -> None:
         """Tokenize into the cache, unless that has been done."""
         settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
+        with suppress(OSError):  # for the record of the text's hashes; `build_once` says what is wrong
+            self.cache_dir.mkdir(parents=True, exist_ok=True)
         build_once(self.folder, lambda folder: tokenize_corpus(self._corpus, folder, *settings))
 
     def setup(self, stage: str | None = None) -> None:
