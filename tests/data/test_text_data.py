@@ -601,6 +601,7 @@ def test_the_same_bytes_touched_copied_or_renamed_are_the_same_text_and_tokenize
 
 
 def test_a_file_is_read_for_its_hash_again_only_after_a_change_of_its_times(make, story, monkeypatch):
+    make().cache_dir.mkdir()  # as `prepare` does
     read = []
     real = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file.name) or real(file, name))
@@ -621,12 +622,14 @@ def test_a_file_is_read_for_its_hash_again_only_after_a_change_of_its_times(make
 )
 def test_a_damaged_record_of_hashes_costs_only_time(make, story, junk):
     first = make()
+    first.cache_dir.mkdir()
     expected = first.folder
     (first.cache_dir / "known_content.json").write_bytes(junk.replace(b"%s", str(story).encode()))
     assert make().folder == expected
 
 
 def test_a_cache_that_cannot_be_written_leaves_no_record_and_the_same_identity(make, monkeypatch):
+    make().cache_dir.mkdir()
     expected = make().folder
 
     def refuse(*args, **options):
