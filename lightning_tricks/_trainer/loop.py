@@ -17,7 +17,7 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def hooks_have_batch(trainer: Any) -> bool:
-    """Whether `on_train_batch_start` is given the batch; where the step takes a `dataloader_iter`, it is the one before.
+    """Whether `on_train_batch_start` gets the batch; where the step takes a `dataloader_iter`, it is the one before.
 
     Read from `_TrainingEpochLoop.advance` (loops/training_epoch_loop.py) and `_select_data_fetcher`
     (loops/utilities.py).
