@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 CHILDREN_SECONDS = 5.0  # for the processes of a launcher to end by themselves
+_LONGEST = 1e9  # of faulthandler's timer, which takes no 300 years
 _before_exit: list[Callable[[], None]] = []  # functions that `end_now` calls
 
 
@@ -58,7 +59,7 @@ def _set_timer() -> None:
         if nearest is None:
             faulthandler.cancel_dump_traceback_later()
         else:
-            seconds = max(_set[nearest] - now, 0.001)
+            seconds = min(max(_set[nearest] - now, 0.001), _LONGEST)
             faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=nearest.file or sys.__stderr__ or 2)
 
 

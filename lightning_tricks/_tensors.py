@@ -65,19 +65,31 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
-    if isinstance(batch, Tensor):
-        batch = local(batch)
-        if batch.layout == torch.strided and not batch.is_nested and batch.numel():
-            yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from tensors_in(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from tensors_in(part)
-    elif hasattr(batch, "__dict__") and not isinstance(batch, type):
-        yield from tensors_in(vars(batch))
+    """The dense tensors in any nesting of mappings, sequences and objects with attributes.
+
+    Each of these is looked into once: objects may hold each other, as the nodes of a graph do.
+    """
+    seen: dict[int, Any] = {}  # by id, which no other one can get while it is kept here
+    waiting = [batch]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            part = local(part)
+            if part.layout == torch.strided and not part.is_nested and not part.is_quantized and part.numel():
+                yield part
+            continue
+        if id(part) in seen or isinstance(part, type):
+            continue
+        if isinstance(part, Mapping):
+            inside = [*part.values()]
+        elif isinstance(part, list | tuple):
+            inside = [*part]
+        elif hasattr(part, "__dict__"):
+            inside = [*vars(part).values()]
+        else:
+            continue
+        seen[id(part)] = part
+        waiting += reversed(inside)
 
 
 def refuse_second_derivative(function: str, remedy: str) -> None:

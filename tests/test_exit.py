@@ -75,3 +75,9 @@ def test_a_forked_process_has_none_of_its_parents_deadlines(timer):
     own = end_within(9.0)
     assert timer.goes_off == (9.0, True)
     own.cancel()
+
+
+def test_a_deadline_in_a_thousand_years_is_no_error():
+    deadline = Deadline(ends=False)
+    deadline.set(1e12)  # with the real timer, which would raise OverflowError
+    deadline.cancel()

@@ -18,6 +18,7 @@ from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
 from lightning_tricks._trainer.loop import forget_running_batch as forget_running_batch
 from lightning_tricks._trainer.loop import go_on_with_next_epoch as go_on_with_next_epoch
 from lightning_tricks._trainer.loop import hook_at_epoch_end as hook_at_epoch_end
+from lightning_tricks._trainer.loop import hooks_have_batch as hooks_have_batch
 from lightning_tricks._trainer.loop import is_accumulating as is_accumulating
 from lightning_tricks._trainer.loop import is_restarting as is_restarting
 from lightning_tricks._trainer.loop import logged_in_training as logged_in_training

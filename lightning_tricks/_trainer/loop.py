@@ -16,6 +16,15 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def hooks_have_batch(trainer: Any) -> bool:
+    """Whether `on_train_batch_start` gets the batch; where the step takes a `dataloader_iter`, it is the one before.
+
+    Read from `_TrainingEpochLoop.advance` (loops/training_epoch_loop.py) and `_select_data_fetcher`
+    (loops/utilities.py).
+    """
+    return not is_a(trainer.fit_loop._data_fetcher, "_DataLoaderIterDataFetcher")
+
+
 def validation_follows(trainer: Any) -> bool:
     """In `on_train_batch_end`: whether validation comes before the next batch. If by time, every rank must ask.
 

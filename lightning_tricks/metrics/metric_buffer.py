@@ -14,6 +14,7 @@ from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero
 from lightning_tricks._on_exception import only_warn
 from lightning_tricks._trainer import (
     LastStep,
+    hooks_have_batch,
     is_accumulating,
     is_alone,
     logged_in_training,
@@ -217,7 +218,7 @@ class MetricBuffer(pl.Callback):
         """A micro-batch of the step's loss begins."""
         if self._step_loss is not None:
             self._step_loss.open(self._current)
-            self._step_loss.begin_batch(batch)
+            self._step_loss.begin_batch(batch if hooks_have_batch(trainer) else None)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
         """Take the micro-batch into the step's loss."""

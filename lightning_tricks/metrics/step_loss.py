@@ -37,12 +37,14 @@ class StepLoss:
     several losses of one batch, as LBFGS does, the first one counts.
 
     Attributes:
+        known: whether a micro-batch of this fit has had a loss. None has where a module calls `loss.backward()` itself.
         latest: of the last step that was read, on the host; None before, and where that step has no loss: no row or
             token of any rank counts.
         pending: parts of the micro-batches since the last `take`; empty without `keep`.
     """
 
     def __init__(self, trainer: Any) -> None:
+        self.known = False
         self.latest: float | None = None
         self.pending: list[Part] = []
         self._trainer = trainer
@@ -66,11 +68,11 @@ class StepLoss:
 
     def add(self, module: Any, loss: Tensor, row: Row) -> None:
         """Take the part of a micro-batch, whose backward pass comes next, into the row of the step."""
-        further, self._in_batch = self._in_batch, True
+        further, self._in_batch, self.known = self._in_batch, True, True
         if further and module.automatic_optimization:
             return
-        sums = None if further else getattr(module, "loss_sums", None)
-        total, count = (sums[0].detach(), sums[1].detach()) if sums else self._of_mean(module, loss, further)
+        sums = None if further else _sums_of(module)
+        total, count = sums or self._of_mean(module, loss, further)
         self._of_batch = count
         parts = row.means.setdefault(LOSS, [])
         if further and parts:
@@ -83,8 +85,9 @@ class StepLoss:
 
     def _of_mean(self, module: Any, loss: Tensor, further: bool) -> Part:
         """The part of a loss that is a mean, without Lightning's divisor and the scale of fp16."""
-        loss = (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).detach().reshape(())
+        loss = (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).detach()
         loss = loss.float() if loss.dtype.itemsize < 4 else loss
+        loss = loss.reshape(()) if loss.numel() == 1 else loss.mean()  # `manual_backward(losses, gradient=...)`
         scaler = enabled_scaler(self._trainer.precision_plugin)
         if scaler is not None and (scale := loss_scale(scaler)) is not None:
             loss = loss / scale.to(loss.device)
@@ -121,3 +124,11 @@ class StepLoss:
             for row in rows:
                 if LOSS in row.values:
                     row.values.setdefault(LOGGED, row.values[LOSS])
+
+
+def _sums_of(module: Any) -> Part | None:
+    """The module's `loss_sums`; None where it has none, or something else of this name."""
+    sums = getattr(module, "loss_sums", None)
+    if not isinstance(sums, tuple) or [isinstance(one, Tensor) and one.numel() == 1 for one in sums] != [True, True]:
+        return None
+    return sums[0].detach().reshape(()), sums[1].detach().reshape(())

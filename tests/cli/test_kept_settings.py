@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from lightning_tricks.cli import RecipeCLI
 
@@ -24,8 +25,31 @@ class Foreign(pl.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
         if self.length is None:
             return optimizer
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.length)
+        schedule = self.schedule(optimizer, self.length)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def schedule(self, optimizer, length):
+        return CosineAnnealingLR(optimizer, T_max=length)
+
+
+class Sequence(Foreign):
+    """A warmup of one step, then a cosine."""
+
+    def schedule(self, optimizer, length):
+        parts = [LinearLR(optimizer, total_iters=1), CosineAnnealingLR(optimizer, T_max=length)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+
+class Milestones(Foreign):
+    def schedule(self, optimizer, length):
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, length])
+
+
+class Cycle(Foreign):
+    """It moves the momentum too."""
+
+    def schedule(self, optimizer, length):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=length)
 
 
 class Validated(Foreign):
@@ -69,6 +93,28 @@ def test_a_resume_names_the_settings_that_are_the_checkpoint_s(tmp_path, monkeyp
     assert len(said) == (kept is not None)
     assert not said or said[0].startswith(expected)
     assert trainer.optimizers[0].param_groups[0].get("initial_lr", trainer.optimizers[0].param_groups[0]["lr"]) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "then", "kept"),
+    [
+        ("Sequence", 8, "CosineAnnealingLR[2].T_max 4 (8)"),
+        ("Milestones", 8, "MultiStepLR.milestones [1, 4] ([1, 8])"),
+        ("Cycle", 4, None),
+        ("Cycle", 8, "OneCycleLR.total_steps 4 (8)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_schedules_made_of_others_with_milestones_or_with_a_momentum_are_compared_as_well(
+    tmp_path, monkeypatch, caplog, model, then, kept
+):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    fit("--trainer.max_steps=2", "--model.length=4", model=model)
+    path = "checkpoints/epoch=0-step=2.ckpt"
+    fit("--trainer.max_steps=3", f"--ckpt_path={path}", f"--model.length={then}", model=model)
+    said = [line for record in caplog.records if "settings of the checkpoint" in (line := record.getMessage())]
+    assert [line.partition("brackets): ")[2].partition(";")[0] for line in said] == ([] if kept is None else [kept])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,6 +16,7 @@ from harness import processes
 from harness.models import LLAMA, batches
 from harness.runs import On, fit
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_tricks import FP16Mixed, LanguageModel
 from lightning_tricks._lightning import pl
@@ -93,6 +94,10 @@ class Manual(Foreign):
         return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(self.number)]
 
 
+def _first(items: list[Any]) -> Any:
+    return items[0]
+
+
 def judged(guard: StepGuard, optimizer: int = 0) -> list[float]:
     """The losses that a guard has let into its window."""
     state = guard._windows[optimizer].state_dict()
@@ -112,7 +117,7 @@ def read_by_all(folder: Path, module: Any, data: list[Tensor], *others: Any, **o
         defaults = {"max_steps": -1, "max_epochs": 1, "log_every_n_steps": 1, "use_distributed_sampler": False}
         run = fit(module, *own, *others, data=batches(data), **{**defaults, **options})
     found = {"log": run.of(LOGGED), "guard": judged(guard), "rollback": list(rollback._detector._accepted)}
-    found["doctor"] = list(doctor._history.points.get(LOGGED, {}).values())
+    found["doctor"] = list(doctor._history.points.get(LOGGED, ((), ()))[1])
     if run.trainer.is_global_zero:
         steps = read_ledger(folder / "ledger.jsonl").steps
         found["ledger"] = [line["loss"] for _, line in sorted(steps.items()) if line["loss"] is not None]
@@ -215,6 +220,70 @@ def test_a_micro_batch_without_a_loss_adds_nothing(tmp_path):
     agree(read_by_all(tmp_path, Leaves(), data, accumulate_grad_batches=2), [3, 5])
 
 
+def test_a_batch_that_is_none_makes_no_step_and_no_line(tmp_path):
+    data = DataLoader([None, torch.tensor([[3.0]]), None, torch.tensor([[5.0]])], batch_size=1, collate_fn=_first)
+    ledger = RunLedger(str(tmp_path / "ledger.jsonl"))
+    fit(Foreign(), StepGuard(), ledger, data=data, max_steps=2, log_every_n_steps=1)
+    assert [line["loss"] for line in read_ledger(tmp_path / "ledger.jsonl").steps.values()] == [3, 5]
+
+
+def test_of_a_step_that_fetches_its_batches_each_micro_batch_counts_as_much(tmp_path):
+    class Fetches(Foreign):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    data = [torch.tensor([[1.0]]), torch.tensor([[3.0], [3.0], [3.0]])]  # hooks are given the batch before
+    ledger = RunLedger(str(tmp_path / "ledger.jsonl"))
+    fit(Fetches(), ledger, data=batches(data), max_steps=1, log_every_n_steps=1, accumulate_grad_batches=2)
+    line = read_ledger(tmp_path / "ledger.jsonl").steps[0]
+    assert (line["loss"], line["batch"]) == (2, None)
+
+
+@pytest.mark.parametrize(
+    "value", [{"nats": 1.0}, (2.0, 1), [1, 2], torch.zeros(2), (torch.zeros(2), torch.ones(2)), (torch.ones(()),)]
+)
+def test_something_else_of_the_name_loss_sums_is_left_alone(tmp_path, value):
+    module = Foreign()
+    module.loss_sums = value
+    agree(read_by_all(tmp_path, module, [torch.tensor([[2.0]])] * 2), [2, 2])
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_module_may_count_by_itself_also_in_parts_of_one(tmp_path, shape):
+    module = Foreign()
+    module.loss_sums = torch.full(shape, 0.5), torch.full(shape, 0.25)
+    agree(read_by_all(tmp_path, module, [torch.tensor([[7.0]])] * 2, accumulate_grad_batches=2), [2])
+
+
+class ByHand(Manual):
+    """One optimizer, and its own way to the gradients."""
+
+    def __init__(self, backward: Any) -> None:
+        super().__init__(1)
+        self.backward_of = backward
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.backward_of(self, (batch * self.weight).flatten())
+        optimizer.step()
+
+
+def test_losses_with_a_gradient_of_their_own_count_by_their_mean(tmp_path):
+    module = ByHand(lambda module, losses: module.manual_backward(losses, gradient=torch.ones_like(losses) / 2))
+    agree(read_by_all(tmp_path, module, [torch.tensor([[1.0, 3.0]])]), [2])
+
+
+def test_where_a_module_shows_no_loss_the_norms_are_judged_alone(tmp_path):
+    guard = StepGuard(window_steps=8, active_after_steps=4)
+    ledger = RunLedger(str(tmp_path / "ledger.jsonl"))
+    data = [torch.tensor([[2.0]])] * 8 + [torch.tensor([[1e6]])]
+    module = ByHand(lambda module, losses: losses.sum().backward())
+    run = fit(module, guard, ledger, data=batches(data), max_steps=9, log_every_n_steps=1)
+    assert run.of("guard/skipped_steps") == [0] * 8 + [1]
+    assert {line["loss"] for line in read_ledger(tmp_path / "ledger.jsonl").steps.values()} == {None}
+
+
 def test_a_step_that_is_computed_again_counts_once(tmp_path):
     class Faulty(Foreign):
         failed = False
@@ -293,7 +362,7 @@ def on_rank(rank: int, folder: Path) -> None:
             folder / case, kind(), own, accumulate_grad_batches=2, devices=2, strategy="ddp", accelerator="cpu"
         )
         if rank:
-            found.pop("log")
+            del found["log"], found["doctor"]  # which the first rank alone has
         agree(found, expected)
 
 

@@ -186,7 +186,7 @@ def _like(limits: Tensor, number: Tensor) -> Tensor:
 
 
 def _mean(sums: Tensor) -> Tensor:
-    return sums[0] / sums[1].clamp(min=1)
+    return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)  # 0 / 0 is 0
 
 
 def any_rank(flag: Tensor, several: bool) -> Tensor:

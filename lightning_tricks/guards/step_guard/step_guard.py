@@ -291,7 +291,8 @@ class StepGuard(pl.Callback):
         if self._buffers is not None:
             self._buffers.put_back(skip)
         accepted = skip == 0 if several else used.good
-        accepted = accepted & used.counted
+        if self._loss.known:  # else the norms alone are judged
+            accepted = accepted & used.counted
         has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
         names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)

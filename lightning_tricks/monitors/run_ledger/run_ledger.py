@@ -15,7 +15,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._random_state import gather
 from lightning_tricks._samples import step_samples
-from lightning_tricks._trainer import folder_of_run, is_accumulating, logging_step
+from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
 from lightning_tricks._trainer.run_facts import RunFacts, run_facts
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -186,7 +186,7 @@ class RunLedger(pl.Callback):
         if number not in self._steps:
             self._steps[number] = _Step(step_samples(trainer))
         step = self._steps[number]
-        sums, rows = self._batch.of_micro_batch(batch)
+        sums, rows = self._batch.of_micro_batch(batch if hooks_have_batch(trainer) else None)
         step.rows = step.rows or rows
         step.batch.append(sums)
 
@@ -195,7 +195,9 @@ class RunLedger(pl.Callback):
         if self._off or is_accumulating(trainer):
             return
         device, number = trainer.strategy.root_device, logging_step(trainer)
-        step = self._steps[number]
+        step = self._steps.get(number)
+        if step is None:  # the batch is None, for which there is no optimizer step
+            return
         step.random = torch_random_sum(device), other_random_sum()
         self._buffer.record(_DONE, 1.0)  # so that the step has a row
         if self._weights is not None:
