@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_tricks._import_path import append_current_folder, leave_current_folder
+from lightning_tricks._import_path import find_modules_of_recipe, leave_current_folder, name_modules
 
 if __name__ == "__main__":  # `python -m` has put the current folder first: from here on, nothing is imported from it
     leave_current_folder()
@@ -51,7 +51,8 @@ def run(args: list[str]) -> None:
         if command.needs == "nothing":
             command.load().run(args[1:])
             return
-    append_current_folder()  # recipes name classes of it
+    find_modules_of_recipe()
+    name_modules("\n".join(args))
     # To be set before torch loads its thread pool, whose threads spin while they wait for each other. On two cores,
     # of which another program wanted one, that made tiny.yaml 8 times slower; a hundredth of the spins, 2.6 times.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

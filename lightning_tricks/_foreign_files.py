@@ -7,6 +7,7 @@ No file runs code, and the time to read one grows with its size. What is wrong i
 import csv
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -31,12 +32,16 @@ def why(error: Exception) -> str:
 def check_regular(file: Path) -> None:
     """Refuse what is no regular file, such as a pipe in a stranger's folder, on which reading would wait for ever.
 
+    Nor is a link read that leads out of the file's folder: any file of this machine would be told as a run's.
+
     Raises:
         OSError: there is no such file.
-        ValueError: it is another kind of file.
+        ValueError: it is another kind of file, or such a link.
     """
     if not stat.S_ISREG(file.stat().st_mode):
         raise ValueError("no regular file")
+    if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(file.parent)):
+        raise ValueError(f"a link to {os.path.realpath(file)}, which is outside of its folder")
 
 
 def read_text(file: Path, most_bytes: int | None = None) -> str:
@@ -44,7 +49,7 @@ def read_text(file: Path, most_bytes: int | None = None) -> str:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no regular file, such as a pipe, or larger than `most_bytes`.
+        ValueError: see `check_regular`; it is larger than `most_bytes`.
     """
     check_regular(file)
     if most_bytes is not None and file.stat().st_size > most_bytes:

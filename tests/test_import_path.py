@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._import_path import append_current_folder, without_current_folder
+from lightning_tricks._import_path import find_modules_of_recipe, name_modules, without_current_folder
 
 LIBRARY = os.path.dirname(os.__file__)
 # `python -m` itself imports these from the current folder, before the first line of any package: see SECURITY.md
@@ -42,12 +43,23 @@ def test_the_library_stays_where_it_is_the_current_folder():
     assert without_current_folder([LIBRARY, LIBRARY, "/packages"], LIBRARY) == [LIBRARY, LIBRARY, "/packages"]
 
 
-def test_a_recipes_folder_is_found_last_and_once(tmp_path, monkeypatch):
+def test_a_recipes_folder_is_found_last_and_once_and_for_what_it_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [LIBRARY, "/packages"])
-    append_current_folder()
-    append_current_folder()
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = len(sys.meta_path)
+    find_modules_of_recipe()
+    find_modules_of_recipe()
+    assert len(sys.meta_path) == before + 1
+    for name in ("named_by_recipe", "not_named_by_it"):
+        (tmp_path / f"{name}.py").touch()
+    name_modules(
+        "model: {class_path: named_by_recipe.Model, init_args: {file: a/not_named_by_it, x: .not_named_by_it}}"
+    )
+    assert importlib.util.find_spec("not_named_by_it") is None
+    assert importlib.util.find_spec("named_by_recipe").origin == str(tmp_path / "named_by_recipe.py")
     assert sys.path == [LIBRARY, "/packages", str(tmp_path)]
+    assert importlib.util.find_spec("not_named_by_it") is not None, "a neighbour of a module that was named"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["ls"]])
@@ -102,10 +114,20 @@ def test_a_command_that_reads_logs_runs_no_module_of_their_folder(stranger, tmp_
     assert "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_recipe_runs_no_module_of_the_current_folder_that_it_does_not_name(stranger, tmp_path):
+    for name in ("matplotlib", "ruamel", "pynvml", "triton"):
+        if importlib.util.find_spec(name) is None:
+            shutil.copy(stranger / "yaml.py", stranger / f"{name}.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_tricks", "fit", "--model", "LanguageModel", "--print_config"],
+        cwd=stranger, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "class_path: lightning_tricks.LanguageModel" in done.stdout, done.stderr
+    assert not (tmp_path / "written").exists(), (tmp_path / "written").read_text()
+
+
 def test_a_recipe_finds_a_class_of_the_current_folder_behind_the_packages(stranger, tmp_path):
-    for module in stranger.glob(
-        "*.py"
-    ):  # what is not installed, such as Windows' modules, is looked for here at the end
+    for module in stranger.glob("*.py"):  # what is not installed is found here, once a module has been named
         if module.stem in sys.stdlib_module_names and importlib.util.find_spec(module.stem) is None:
             module.unlink()
     (stranger / "mine.py").write_text(

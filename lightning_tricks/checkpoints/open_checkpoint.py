@@ -45,6 +45,8 @@ _TYPES: dict[str, type] = {
     "state_dict": dict, "loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list,
     "decoder_config": dict, "global_step": int, "epoch": int, "lightning_tricks": dict,
 }  # fmt: skip
+_PLAIN = (int, float, str, bool, type(None))  # of the settings of a decoder
+_LARGEST = 1 << 24  # of these, as in a config.json: above all models that there are
 _BY_NAME = ("state_dict", "loops", "callbacks", "decoder_config")
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
@@ -173,11 +175,15 @@ def check_decoder(settings: Mapping[str, Any], tensors: int | None, path: Any) -
     family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
     if family is None or fields.keys() - {field.name for field in dataclasses.fields(family)}:  # type: ignore[arg-type]
         return  # of a module with a decoder of its own, or of a later version: who builds it says so
+    for name, value in fields.items():
+        if type(value) not in _PLAIN or (type(value) is int and abs(value) > _LARGEST):
+            raise UsageError(f"damaged: {path}: decoder_config: {name}={str(value)[:80]} is no setting of a decoder")
     try:
         depth = family(**fields).n_layers
-    except (TypeError, ValueError) as error:
+        too_deep = tensors is not None and depth > tensors
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UsageError(f"damaged: {path}: decoder_config: {error}") from None
-    if tensors is not None and depth > tensors:
+    if too_deep:
         raise UsageError(f"damaged: {path}: decoder_config: n_layers={depth}, and it holds {tensors} tensors")
 
 

@@ -79,9 +79,11 @@ def read_record(path: Path) -> Record | None:
     Raises:
         UsageError: the record is damaged, or of a later version of the collection.
     """
-    file = inside(path, path / RECORD_FILE)
+    file = inside(path, path / RECORD_FILE) if path.is_dir() else path
+    if not file.is_file():  # on a pipe, reading would wait for ever
+        return None
     try:
-        text = file.read_bytes() if path.is_dir() else _comment(path)
+        text = file.read_bytes() if file != path else _comment(path)
     except (*DAMAGED_ARCHIVE, OSError):
         return None
     if not text:
@@ -89,16 +91,34 @@ def read_record(path: Path) -> Record | None:
     try:
         outer = json.loads(text)
         content = outer["record"]
-        if outer["crc32"] != crc32(json.dumps(content).encode()):
+        if outer["crc32"] != crc32(json.dumps(content).encode()) or type(content["version"]) is not int:
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"damaged: the record of {path} has other bytes than were written") from None
     if content["version"] > VERSION:
         raise UsageError(
             f"{path} is a checkpoint of version {content['version']}, and this lightning_tricks reads up to {VERSION}: "
             "pip install -U lightning-tricks"
         )
-    return Record(**content)
+    try:
+        record = Record(**content)
+    except TypeError:
+        raise UsageError(f"damaged: the record of {path} has other entries than are written") from None
+    if not _is_record(record):
+        raise UsageError(f"damaged: the record of {path} has values of other types than are written")
+    return record
+
+
+def _is_record(record: Record) -> bool:
+    """Whether the values have their types: a checksum does not tell, as whoever writes a file writes that too."""
+    return (
+        type(record.checksums) is dict
+        and all(type(count) is int for count in (record.step, record.number, *record.checksums.values()))
+        and record.finite in (None, True, False)
+        and type(record.score) in (type(None), int, float)
+        and type(record.permanent) is bool
+        and type(record.run) in (type(None), str)
+    )
 
 
 def record_or_none(path: Path) -> Record | None:
@@ -162,6 +182,8 @@ def damage(path: Path, record: Record | None, names: Mapping[str, int] | None = 
         try:
             if not name:
                 found = _archive_damage(file, expected)
+            elif file.exists() and not file.is_file():
+                found = f"{file} is no file"
             else:
                 found = None if checksum_of(file) == expected else f"{file} has other bytes than were written"
         except (*DAMAGED_ARCHIVE, OSError) as error:

@@ -187,7 +187,7 @@ def locked(path: Path) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Whether some process is inside `locked(path)`."""
     with suppress(OSError):  # it is not there, or its file system has no locks
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would have us wait
         try:
             if fcntl:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

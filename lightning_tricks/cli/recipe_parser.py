@@ -21,6 +21,7 @@ import yaml
 # Imported for their class names, which a recipe then writes without the module's path.
 from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
 from lightning_tricks._errors import UsageError
+from lightning_tricks._import_path import name_modules
 from lightning_tricks._lightning import pl
 from lightning_tricks.cli.class_names import FIRST
 from lightning_tricks.cli.error_lines import one_line, parse_message
@@ -192,6 +193,7 @@ def load_text(text: str, path: str = "") -> Any:
         RecipeTextError: no YAML; no settings in the file; a key twice in one mapping; a setting beside `class_path`.
     """
     where = f"{path}, " if path else ""
+    name_modules(text)
     try:
         if not {":", "&"}.isdisjoint(text):
             _check_text(text, where)

@@ -188,15 +188,19 @@ class SaveRecipe(lightning_cli.SaveConfigCallback):
         folder, fs = folder_of_run(trainer), fsspec.core.url_to_fs(folder_of_run(trainer))[0]
         text = self.parser.dump(self.config, skip_none=False)
         stem, suffix = os.path.splitext(os.path.join(folder, self.config_filename))
+
+        def is_there(name: str) -> bool:  # also as a link that leads to nothing yet, and would be written through
+            return os.path.islink(name) or bool(fs.exists(name))
+
         path, numbered = stem + suffix, (f"{stem}-v{number}{suffix}" for number in itertools.count(1))
         if trainer.state.fn != "fit":
-            if fs.exists(path) and os.path.basename(folder) != trainer.state.fn:
+            if is_there(path) and os.path.basename(folder) != trainer.state.fn:
                 return
-        elif not _goes_on(trainer, folder) or fs.exists(f"{stem}-v1{suffix}"):
+        elif not _goes_on(trainer, folder) or os.path.islink(path) or fs.exists(f"{stem}-v1{suffix}"):
             free = (
                 each
                 for each in itertools.chain([path], numbered)
-                if not fs.exists(each) or fs.cat(each) == text.encode()
+                if not is_there(each) or (not os.path.islink(each) and fs.cat(each) == text.encode())
             )
             path = next(free)
         fs.makedirs(folder, exist_ok=True)

@@ -41,6 +41,11 @@ def run(args: list[str]) -> None:
     if not prompt and tokenizer.eot_id is None:
         raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
     prompt = prompt or [tokenizer.eot_id or 0]
+    if max(prompt) >= decoder.config.vocab_size:
+        raise UsageError(
+            f"generate: the tokenizer of {options.ckpt_path} gives token {max(prompt)}, and its model has "
+            f"vocab_size={decoder.config.vocab_size}: take another copy of it"
+        )
     longest = decoder.config.max_seq_len
     if len(prompt) >= longest:
         raise UsageError(
@@ -173,7 +178,11 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
         decoder = Decoder(config, base)
     prefix = "decoder."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    decoder.load_state_dict(weights, assign=True)
+    try:
+        decoder.load_state_dict(weights, assign=True)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"{path}: its weights are not those of its decoder_config ({reason})") from None
     if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
         decoder.positions.to_empty(device="cpu").reset_parameters()
     return decoder.eval()
@@ -188,7 +197,7 @@ def decoder_shape(
         UsageError: the checkpoint is of another module.
     """
     fields = dict(checkpoint.get("decoder_config") or {})
-    family = _FAMILIES.get(fields.pop("class", ""))
+    family = _FAMILIES.get(str(fields.pop("class", "")))
     if family is None:
         raise UsageError(
             f"{path} holds no decoder_config of a Llama or GPT2, so it is not of a LanguageModel: write text with your "

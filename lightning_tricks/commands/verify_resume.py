@@ -206,6 +206,13 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
         raise UsageError(f"verify-resume: the run ended after {done} steps, and {expected} were asked for: {remedy}")
 
 
+def _program() -> list[str]:
+    """The command line as this process has it: `python -m` looks into the current folder first, a script does not."""
+    script = sys.argv[0]
+    is_script = getattr(sys.modules["__main__"], "__spec__", None) is None and Path(script).name == "lightning-tricks"
+    return [sys.executable, *["-P"] * sys.flags.safe_path, *([script] if is_script else ["-m", "lightning_tricks"])]
+
+
 def run(args: list[str]) -> None:
     """Print a line for each part of a recipe's training, and exit with 1 if a resume changes one.
 
@@ -227,7 +234,7 @@ def run(args: list[str]) -> None:
     def command(phase: Phase) -> list[str]:
         file = Path(phase.folder, "verify.json")  # JSON is YAML
         file.write_text(json.dumps(_settings(phase)), encoding="utf-8")
-        return [sys.executable, "-m", "lightning_tricks", "fit", *recipe, "--config", str(file)]
+        return [*_program(), "fit", *recipe, "--config", str(file)]
 
     report = compare_phases(command, options.steps)
     print(report)

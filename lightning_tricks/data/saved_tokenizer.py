@@ -68,12 +68,23 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
         >>> tokenizer.decode(tokenizer.encode("a story")), tokenizer.eot_id
         ('a story', 0)
     """
-    if (record := find_record(checkpoint)) is None:
+    record = find_record(checkpoint)
+    if record is None:
         raise UsageError(
             "the checkpoint holds no tokenizer: it was trained on data that knew none, or by an older version; "
             "give the tokenizer's own file"
         )
-    return SavedTokenizer(as_text_only(Tokenizer.from_str(record["json"])), record["name"], record["eot_id"])
+    return SavedTokenizer(as_text_only(_from_json(record)), record["name"], record["eot_id"])
+
+
+def _from_json(record: dict[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(record["json"])
+    except Exception as error:  # tokenizers raises bare Exception
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"the checkpoint's tokenizer {record['name']!r} is none of the tokenizers library ({reason})"
+        ) from None
 
 
 def find_record(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -81,8 +92,16 @@ def find_record(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     for state in checkpoint.values():
         record = state.get("tokenizer") if isinstance(state, dict) else None
         if isinstance(record, dict) and "json" in record:
-            return record
+            texts = [record.get(name) for name in ("json", "name", "sha256")]
+            eot_id = record.get("eot_id", -1)
+            if all(isinstance(text, str) for text in texts) and (eot_id is None or 0 <= _whole(eot_id) < 2**31):
+                return record
+            raise UsageError("damaged: the checkpoint's tokenizer is not as it was saved: take another copy of it")
     return None
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int else -1
 
 
 def check_same(saved: dict[str, Any], own: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ class DecayFile:
         new = self.path.with_name(f".{FILE}.new")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)  # of a killed process, or a link that would lead elsewhere
             new.write_text(f"{decay.steps} from step {decay.start}\n", encoding="utf-8")
             new.replace(self.path)
         except OSError as error:
@@ -96,7 +97,8 @@ class DecayFile:
     def _text(self) -> str | None:
         """The content without the space around it; None where there is no file that can be read."""
         try:
-            return self.path.read_text(encoding="utf-8", errors="replace").strip() if self.path is not None else None
+            there = self.path is not None and self.path.is_file()  # on a pipe, reading would wait for ever
+            return self.path.read_text(encoding="utf-8", errors="replace").strip() if self.path and there else None
         except OSError:
             return None
 

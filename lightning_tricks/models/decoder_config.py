@@ -72,7 +72,9 @@ class DecoderConfig(abc.ABC):
         """Refuse a shape that cannot be built."""
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is None and name in ("n_kv_heads", "d_ff"):
+                continue
+            if not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}={value}: give a whole number of at least 1")
         for name in ("norm_eps", "rope_theta", "init_std"):
             value = getattr(self, name)

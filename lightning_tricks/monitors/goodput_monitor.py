@@ -200,6 +200,7 @@ class History:
         content["other_runs"] = [record for record in read_records(self.path) if record["run"] != self.run]
         part = self.path.with_name(f".{FILE}.part")
         try:
+            part.unlink(missing_ok=True)  # of a killed process, or a link that would lead elsewhere
             part.write_text(json.dumps(content))
             os.replace(part, self.path)
         except OSError as error:

@@ -18,13 +18,17 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, load_weights, open_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.inside import check_links, inside, is_inside
-from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
-from lightning_tricks.checkpoints.write_file import write_file
+from lightning_tricks.checkpoints.record import RECORD_FILE, Record, crc32, read_record, to_json
+from lightning_tricks.checkpoints.write_file import is_locked, write_file
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
 from lightning_tricks.data.saved_tokenizer import open_tokenizer
+from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.models import Decoder, hf_config, to_hf
+from lightning_tricks.monitors.goodput_monitor import History
+from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile
 
 OUTSIDE = "outside of it"
 
@@ -157,6 +161,40 @@ def test_a_link_of_last_leads_to_a_checkpoint_beside_it(tmp_path, outside):
     assert newest_whole([folder], lambda path: None).chosen.place == folder / "step=1.ckpt"
 
 
+@pytest.mark.parametrize("place", ["step=2.ckpt", "step=2.ckpt/record.json", "step=2.ckpt/part", ".step=2.ckpt.saving"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, place):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    if place.count("/"):
+        write_shards(folder / "step=2.ckpt", {"state_dict": {"weight": torch.ones(4)}})
+    if place.endswith("part"):
+        (folder / "step=2.ckpt" / RECORD_FILE).write_bytes(to_json(Record(checksums={"part": 1})))
+    os.mkfifo(folder / place)
+    assert not is_locked(folder / place)  # which opens it
+    write_file(checkpoint(), folder / "step=1.ckpt")
+
+    def problem(path: Path) -> str | None:
+        try:
+            verify_checkpoint(path)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    assert newest_whole([folder], problem).chosen is not None
+
+
+@pytest.mark.parametrize(
+    "content", [{"more": 1}, {"number": "9"}, {"checksums": []}, {"finite": "no"}, {"version": "2"}]
+)
+def test_a_record_of_other_values_is_one_line(tmp_path, content):
+    folder = write_shards(tmp_path / "shards", {"state_dict": {"weight": torch.ones(4)}})
+    record = json.loads(to_json(Record()))["record"] | content
+    text = json.dumps({"record": record, "crc32": crc32(json.dumps(record).encode())})
+    (folder / RECORD_FILE).write_text(text)
+    with pytest.raises(UsageError, match=r"damaged: the record of .*shards has"):
+        read_record(folder)
+
+
 def test_a_run_does_not_go_on_in_a_folder_with_links_out_of_it(tmp_path, outside):
     folder = tmp_path / "version_0"
     (folder / "checkpoints").mkdir(parents=True)
@@ -165,6 +203,20 @@ def test_a_run_does_not_go_on_in_a_folder_with_links_out_of_it(tmp_path, outside
     (folder / "metrics.csv").symlink_to(outside / "bashrc")
     with pytest.raises(UsageError, match=OUTSIDE):
         check_links(folder)
+
+
+def test_a_run_writes_its_own_files_through_no_link(tmp_path, outside):
+    for name in (".goodput.json.part", ".decay.new", "ledger.jsonl"):
+        (tmp_path / name).symlink_to(outside / name)
+    history = History("a run")
+    history.place_by(tmp_path / "checkpoints" / "step=1.ckpt")
+    history.write((0.0, 1.0))
+    DecayFile(str(tmp_path)).write(Decay(7, 20))
+    with pytest.raises(UsageError, match="this is a link to"):
+        LedgerFile(tmp_path / "ledger.jsonl")
+    assert (tmp_path / "goodput.json").is_file()
+    assert (tmp_path / "decay").read_text() == "20 from step 7\n"
+    assert not list(outside.iterdir())
 
 
 def test_no_command_writes_through_a_link(tmp_path, outside, monkeypatch):

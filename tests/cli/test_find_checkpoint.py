@@ -258,6 +258,20 @@ def test_without_a_logger_or_with_a_version_of_ones_own_a_recipe_has_one_folder(
     assert step_of(Path(folder, "checkpoints", "last.ckpt")) == 3
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_without_a_logger_the_recipe_is_not_written_through_a_link(tmp_path, there):
+    options = ["--trainer.logger=false", "--trainer.default_root_dir=here"]
+    Path("here").mkdir()
+    Path("here/config.yaml").symlink_to(tmp_path / "elsewhere")
+    if there:
+        (tmp_path / "elsewhere").write_text("mine")
+    fit(*options, steps=2)
+    fit(*options, "--resume=auto", steps=3)
+    assert Path("here/config-v1.yaml").is_file()
+    assert (tmp_path / "elsewhere").exists() == there
+    assert not there or (tmp_path / "elsewhere").read_text() == "mine"
+
+
 def test_a_checkpoint_at_an_address_is_taken_if_it_is_there(caplog):
     fit(steps=2)
     fsspec.filesystem("memory").pipe_file("/there/last.ckpt", newest_first()[0].read_bytes())

@@ -477,3 +477,31 @@ def test_any_predictions_are_read_or_one_line(content, row):
             file.write_bytes(words)
             with one_line():
                 read_predictions(str(file))
+
+
+# ---- links
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.csv", "hparams.yaml", "ledger.jsonl", "goodput.json", "events.out.tfevents.1"]
+)
+def test_a_link_out_of_a_runs_folder_is_not_read(tmp_path, name):
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret: 1\n")
+    (run / name).symlink_to(tmp_path / "secret")
+    if name in ("hparams.yaml", "ledger.jsonl", "goodput.json"):
+        (run / "metrics.csv").write_text(GOOD)
+    (found,) = find_runs(tmp_path / "runs")
+    assert "secret" not in found.settings
+    assert not any("secret: 1" in line for line in found.unread)
+    if name not in ("ledger.jsonl", "goodput.json"):
+        assert found.unread[0].endswith(f"a link to {tmp_path / 'secret'}, which is outside of its folder")
+    with pytest.raises(UsageError, match="no ledger can be read" if name == "ledger.jsonl" else "No such file"):
+        read_ledger(run)
+
+
+def test_a_pipe_in_place_of_a_ledger_is_one_line(tmp_path):
+    os.mkfifo(tmp_path / "ledger.jsonl")
+    with pytest.raises(UsageError, match="no regular file"):
+        read_ledger(tmp_path)

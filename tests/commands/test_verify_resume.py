@@ -325,6 +325,20 @@ trainer:
 """
 
 
+@pytest.mark.parametrize("script", ["/bin/lightning-tricks", "/lib/lightning_tricks/__main__.py"])
+def test_the_runs_are_started_as_the_command_was(tmp_path, monkeypatch, script):
+    def phases(command, steps):
+        phase = verify_module.Phase(str(tmp_path), "straight", 0, steps, False)
+        raise UsageError(" ".join(command(phase)[1:3]))
+
+    monkeypatch.setattr(verify_module, "compare_phases", phases)
+    monkeypatch.setattr(verify_module, "_settings", lambda phase: {})
+    monkeypatch.setattr(sys, "argv", [script, "verify-resume"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(UsageError, match="^" + (f"{script} fit" if "bin" in script else "-m lightning_tricks")):
+        verify_module.run(["--config", "recipe.yaml"])
+
+
 def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_file, tmp_path):
     (tmp_path / "small.yaml").write_text(RECIPE.replace("TEXT", text_file))
     command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._foreign_files import parse_json
+from lightning_tricks._foreign_files import check_regular, parse_json, why
 
 NAME = "ledger.jsonl"
 _CHAIN = ', "chain": "'
@@ -55,11 +55,13 @@ class LedgerFile:
         path: of the file; its folder is created. Lines of earlier starts stay; an unfinished last line is cut off.
 
     Raises:
-        UsageError: the file exists and is no ledger.
+        UsageError: the file exists and is no ledger, or is a link.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self._chain = path, ""
+        if path.is_symlink():
+            raise UsageError(f"RunLedger.path={path}: this is a link to {os.path.realpath(path)}: name the file itself")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self._find_end()
@@ -150,9 +152,11 @@ def read_ledger(place: str | os.PathLike[str]) -> Ledger:
     """
     path = Path(place, NAME) if Path(place).is_dir() else Path(place)
     try:
+        if path != Path(place):
+            check_regular(path)
         text = path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        raise UsageError(f"{path}: no ledger can be read ({error.strerror}): name a run's folder or its file") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no ledger can be read ({why(error)}): name a run's folder or its file") from None
     ledger, chain = Ledger(path), ""
     earlier: dict[int, Line] = {}
     *lines, rest = text.split("\n")
