@@ -74,14 +74,9 @@ class StepLoss:
         sums = None if further else _sums_of(module)
         total, count = sums or self._of_mean(module, loss, further)
         self._of_batch = count
-        parts = row.means.setdefault(LOSS, [])
-        if further and parts:
-            total_of_batch = parts.pop()[0] + total
-            parts.append((total_of_batch, count))
-        else:
-            parts.append((total, count))
-        if self._keeps:
-            self.pending.append((total, count))
+        for parts in (row.means.setdefault(LOSS, []), *([self.pending] if self._keeps else [])):
+            before = parts.pop()[0] if further and parts else 0
+            parts.append((total + before, count))
 
     def _of_mean(self, module: Any, loss: Tensor, further: bool) -> Part:
         """The part of a loss that is a mean, without Lightning's divisor and the scale of fp16."""

@@ -187,6 +187,19 @@ def test_in_manual_optimization_with_one_optimizer_all_read_the_same(tmp_path):
     agree(read_by_all(tmp_path, Manual(1), [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]), [2, 5])
 
 
+def test_several_backward_passes_before_one_step_are_one_loss_for_all(tmp_path):
+    class Twice(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            for _ in range(2):
+                nats, tokens = sums(batch, self.weight)
+                self.manual_backward(nats / tokens)
+            optimizer.step()
+
+    agree(read_by_all(tmp_path, Twice(1), [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]), [4, 10])
+
+
 def test_an_optimizer_that_computes_several_losses_of_a_batch_has_the_first_one(tmp_path):
     class Searching(Foreign):
         def configure_optimizers(self) -> Any:
