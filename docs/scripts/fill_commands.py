@@ -8,6 +8,7 @@ import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from filler import Filler
 
@@ -54,12 +55,13 @@ _MACHINE = {
 
 
 def check(_: Any) -> dict[str, str]:
-    """The list of checks of a recipe, as the command prints it on a machine of 2 cores."""
+    """The list of checks of a recipe, as the command prints it on a machine of 2 cores without fast bf16."""
     from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
 
     lines: list[str] = []
-    checked, here = Checked(*_recipe("tiny")), os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
+    slow = mock.patch("lightning_tricks.accounting.fast_bf16.bf16_time_ratio", return_value=2.0)
+    with slow, tempfile.TemporaryDirectory() as folder:
+        checked, here = Checked(*_recipe("tiny")), os.getcwd()
         os.chdir(folder)  # in which the run's folders are tried
         try:
             results = run_checks(CHECKS, checked, lines.append)
