@@ -172,10 +172,8 @@ def changes_text(tokenizer: Tokenizer) -> str | None:
             return "it adds a space before a text"
         if kind not in ("ByteLevel", "Split", "Digits", "Punctuation") or step.get("behavior") == "Removed":
             return f"its pre-tokenizer has {kind}"
-    vocab, merged = (
-        spec["model"]["vocab"],
-        {"".join(m.split(" ") if isinstance(m, str) else m) for m in spec["model"]["merges"]},
-    )
+    vocab = spec["model"]["vocab"]
+    merged = {"".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in spec["model"]["merges"]}
     alphabet = byte_alphabet()
     for token in tokenizer.get_added_tokens_decoder().values():
         if not token.special and (token.lstrip or token.rstrip):
