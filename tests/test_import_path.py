@@ -114,14 +114,17 @@ def test_a_command_that_reads_logs_runs_no_module_of_their_folder(stranger, tmp_
     assert "Traceback" not in done.stderr, done.stderr
 
 
+def recipe_of(model: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`fit --print_config` with this model, in a folder."""
+    command = [sys.executable, "-m", "lightning_tricks", "fit", "--model", model, "--print_config"]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
 def test_a_recipe_runs_no_module_of_the_current_folder_that_it_does_not_name(stranger, tmp_path):
     for name in ("matplotlib", "ruamel", "pynvml", "triton"):
         if importlib.util.find_spec(name) is None:
             shutil.copy(stranger / "yaml.py", stranger / f"{name}.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_tricks", "fit", "--model", "LanguageModel", "--print_config"],
-        cwd=stranger, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = recipe_of("LanguageModel", stranger)
     assert "class_path: lightning_tricks.LanguageModel" in done.stdout, done.stderr
     assert not (tmp_path / "written").exists(), (tmp_path / "written").read_text()
 
@@ -133,9 +136,6 @@ def test_a_recipe_finds_a_class_of_the_current_folder_behind_the_packages(strang
     (stranger / "mine.py").write_text(
         "from lightning.pytorch import LightningModule\nclass Mine(LightningModule): ...\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_tricks", "fit", "--model", "mine.Mine", "--print_config"],
-        cwd=stranger, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = recipe_of("mine.Mine", stranger)
     assert "class_path: mine.Mine" in done.stdout, done.stderr
     assert not (tmp_path / "written").exists(), (tmp_path / "written").read_text()
