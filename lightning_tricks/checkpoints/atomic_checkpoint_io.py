@@ -108,6 +108,10 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         self.on_commit: Callable[[Path], None] | None = None
         self.on_error: Callable[[Path, OSError], Literal["retry", "skip", "raise"]] | None = None
 
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        """A copy, by pickle too, writes nothing yet and reports to nobody: what waits is this one's to write."""
+        return type(self), (self.asynchronous,)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a file, which may replace a folder of shards; raise the error of an earlier save first."""
         if storage_options is not None:

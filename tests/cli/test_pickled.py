@@ -76,13 +76,18 @@ def parts(trainer):
     return {type(one).__name__: one for one in found if type(one).__module__.startswith("lightning_tricks")}
 
 
-class PicklesData(pl.Callback):
-    """Pickles the data module in mid-fit, when its loader has an iterator, and reads its tokens."""
+class PicklesInFit(pl.Callback):
+    """Pickles the plugins, the loggers and the data module in mid-fit, when its loader has an iterator."""
 
     def on_train_batch_end(self, trainer, *_):
         back = pickle.loads(pickle.dumps(trainer.datamodule))
         assert back.trainer is None
         assert torch.equal(back.training_rows()[7]["labels"], trainer.datamodule.training_rows()[7]["labels"])
+        io = trainer.strategy.checkpoint_io
+        for part in (io, trainer.precision_plugin, *trainer.loggers):
+            assert type(pickle.loads(pickle.dumps(part))) is type(part)
+        again = pickle.loads(pickle.dumps(io))
+        assert (again.asynchronous, again.on_commit, io.on_commit is None) == (io.asynchronous, None, False)
         self.pickled = True
 
     on_validation_end = on_train_batch_end
@@ -90,7 +95,7 @@ class PicklesData(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_fit_of_the_command_line_has_used_can_be_pickled(tmp_path, text_data, monkeypatch):
-    pickles = PicklesData()
+    pickles = PicklesInFit()
     build = RecipeCLI.instantiate_trainer
 
     def with_pickles(self, **options):
@@ -99,7 +104,7 @@ def test_what_a_fit_of_the_command_line_has_used_can_be_pickled(tmp_path, text_d
         return trainer
 
     monkeypatch.setattr(RecipeCLI, "instantiate_trainer", with_pickles)
-    trainer = RecipeCLI(args=recipe(tmp_path, text_data, callbacks=CALLBACKS)).trainer
+    trainer = RecipeCLI(args=recipe(tmp_path, text_data, callbacks=[*CALLBACKS, "SafeCheckpoint"])).trainer
     assert pickles.pickled
     used = parts(trainer)
     assert {"TextData", "AtomicCheckpointIO", "EMA", "RunFolder", "Preemption"} <= set(used)
