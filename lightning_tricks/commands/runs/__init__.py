@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable
+from lightning_tricks._quote import printable, say
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
@@ -56,7 +56,7 @@ def run(args: list[str]) -> None:
         print(table.text())
     for run in table.runs:
         for line in run.unread:
-            print(f"not read: {run.name}: {line}", file=sys.stderr)
+            say(f"not read: {run.name}: {line}", file=sys.stderr)
 
 
 def _write(file: str | None, text: str) -> None:
