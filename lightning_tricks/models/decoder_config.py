@@ -74,7 +74,7 @@ class DecoderConfig(abc.ABC):
             value = getattr(self, name)
             if value is None and name in ("n_kv_heads", "d_ff"):
                 continue
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value}: give a whole number of at least 1")
         for name in ("norm_eps", "rope_theta", "init_std"):
             value = getattr(self, name)

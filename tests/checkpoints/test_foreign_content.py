@@ -136,3 +136,32 @@ def test_a_loop_of_another_type_is_one_line(tmp_path):
     path = save(checkpoint(Llama(**SIZES), loops={"fit_loop": 3}), tmp_path / "junk.ckpt")
     with pytest.raises(UsageError, match=r"damaged: .*loops"):
         open_checkpoint(path)
+
+
+WHOLE = checkpoint(Llama(**SIZES))
+JUNK = [None, True, 10**7, 0.5, "x", [[1]], torch.ones(2)]
+PLACES = [
+    *(("decoder_config", name) for name in WHOLE["decoder_config"]),
+    *(("TextData", "tokenizer", name) for name in WHOLE["TextData"]["tokenizer"]),
+    *(("state_dict", name) for name in list(WHOLE["state_dict"])[:3]),
+    ("TextData", "tokenizer"), ("TextData",), ("decoder_config",), ("state_dict",),
+]  # fmt: skip
+
+
+def replaced_in(content, place, value):
+    """A copy of nested dicts with another value at one place."""
+    first, *rest = place
+    return {**content, first: replaced_in(content[first], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_generate_takes_any_value_in_a_checkpoint_or_refuses_it_in_one_line(tmp_path, capsys, place):
+    for number, value in enumerate(JUNK):
+        path = save(replaced_in(WHOLE, place, value), tmp_path / f"{number}.ckpt")
+        try:
+            door.run(["generate", "--ckpt_path", str(path), "--prompt", "the", "--max_new_tokens", "1"])
+        except UsageError as error:
+            line = str(error)
+        else:
+            line = ""
+        assert "\n" not in line, (place, value)
