@@ -129,13 +129,13 @@ def fit(stands: Stands, *callbacks: Any, workers: int = 0, manual: bool = False,
     return trainer
 
 
-def hang(how: str, watchdog: HangWatchdog) -> Any:
-    """`wait` in Python; be stopped or in C with Python's lock, after the watch has told the others the place."""
+def hang(how: str, place: str, watchdog: HangWatchdog) -> Any:
+    """`wait` in Python; be stopped or in C with Python's lock, after the watch has told the others this place."""
 
     def when_told() -> None:
         watch = watchdog._watch
         assert watch is not None
-        while watch._published.step != STEP:
+        while (watch._published.step, watch._published.part) != (STEP, place):
             NEVER.wait(0.05)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -153,7 +153,7 @@ def main(place: str, how: str, rank: int, devices: int, strategy: str, workers: 
 
         options["strategy"] = FSDP2Strategy()
     here = int(os.environ.get("LOCAL_RANK", "0")) == rank
-    stands = Stands(place if here else "", hang(how, watchdog))
+    stands = Stands(place if here else "", hang(how, place, watchdog))
     if place == "uneven validation":
         trainer = trainer_with(RankMonitor(), watchdog, **{**options, "limit_val_batches": 1.0})
         trainer.fit(Module(stands), DataLoader(Rows(stands, "")), DataLoader(Uneven(), batch_size=None))
