@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from commands.exported import SIZES, tokenizer
+from jsonargparse import ArgumentParser
 from models.decoders import build
 from safetensors import safe_open
 
@@ -38,9 +39,26 @@ from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, parse
 from lightning_tricks.monitors.tensorboard_dashboard import redirect_page, table
 
 ATTACK = "hf\nckpt_path: evil.ckpt\nweights_only: false\n#"
-NAMES = [ATTACK, "a'b\"c # d: e", "\x1b[2J\x1b]0;x\x07", "\u2028\u202e", "\udcff", "`|<b>$(x)`", "{x}, [y]: &z", "null"]
+NAMES = [
+    ATTACK,
+    "a'b\"c # d: e",
+    "\x1b[2J\x1b]0;x\x07",
+    "\u2028\u202e",
+    "\udcff",
+    "`|<b>$(x)`",
+    "{x}, [y]: &z",
+    "null",
+    "1e3",
+]
 names = pytest.mark.parametrize("name", NAMES)
 utf8_names = pytest.mark.parametrize("name", [name for name in NAMES if name != "\udcff"])  # safetensors opens these
+
+
+def as_setting(value: str) -> str | None:
+    """What a setting of a recipe is for a parser, which reads some texts again, as `null`, quoted or not."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--setting", type=str | None)
+    return parser.parse_object({"setting": value}).setting
 
 
 def is_printable(text: str) -> bool:
@@ -78,7 +96,8 @@ def test_import_writes_the_folders_name_and_no_setting_of_it(
     recipe = yaml.safe_load(text)
     short = {"seed_everything", "init_from", "model", "data", "trainer"}
     assert recipe.keys() == (short - {"seed_everything", "trainer"} if with_base else short)
-    assert recipe["init_from"] == recipe["data"]["init_args"]["tokenizer"] == name
+    settings = as_setting(recipe["init_from"]), as_setting(recipe["data"]["init_args"]["tokenizer"])
+    assert [setting and os.path.normpath(setting) for setting in settings] == [name, name]
     assert is_printable(text)
     said = capsys.readouterr().out
     assert is_printable(said)
@@ -91,7 +110,8 @@ def test_the_run_that_import_names_is_called_as_the_folder(folder_of_hf, tmp_pat
     shutil.copytree(folder_of_hf, name)
     door.run(["import", name, "--output", "mine.yaml"])
     recipe = yaml.safe_load(Path("mine.yaml").read_text(encoding="utf-8"))
-    assert recipe["trainer"]["logger"]["init_args"]["name"] == name
+    called = as_setting(recipe["trainer"]["logger"]["init_args"]["name"])
+    assert called == (f"import_{name}" if name in ("null", "1e3") else name)
 
 
 @names

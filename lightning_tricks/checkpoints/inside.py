@@ -35,6 +35,19 @@ def inside(folder: Path, file: Path) -> Path:
     return file
 
 
+def check_run_folder(root: Path, folder: Path) -> None:
+    """Refuse a folder below `root` that leads out of it by a link.
+
+    Raises:
+        UsageError: it does, and is no place to look for a checkpoint that nobody has named.
+    """
+    if not is_inside(root, folder):
+        raise UsageError(
+            f"{folder}: this leads to {os.path.realpath(folder)}, which is outside of {root}: give the path of its "
+            "checkpoint by --ckpt_path, if you trust it"
+        )
+
+
 def check_links(folder: Path) -> None:
     """Refuse a folder to write to in which a link leads out of it: what is written would change a file elsewhere."""
     for place in (folder, folder / "checkpoints"):

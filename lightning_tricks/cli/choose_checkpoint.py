@@ -21,6 +21,7 @@ from lightning_tricks.callbacks import DecayOnDemand
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
+from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
@@ -169,9 +170,13 @@ def _places(trainer: Any) -> tuple[list[Path], str]:
     folders = [Path(folder) for folder in given]
     searched = [short(folder) for folder in given]
     if len(given) < len(trainer.checkpoint_callbacks) or not given:
-        in_runs = (folder / "checkpoints" for folder in _run_folders(trainer))
-        folders += [folder for folder in in_runs if candidates(folder)][:1]
-        searched.append(short(_folder_of_runs(trainer)))
+        root = Path(_folder_of_runs(trainer))
+        for folder in (run / "checkpoints" for run in _run_folders(trainer)):
+            check_run_folder(root, folder)
+            if candidates(folder):
+                folders.append(folder)
+                break
+        searched.append(short(root))
     return list(dict.fromkeys(folders)), " or ".join(dict.fromkeys(searched))
 
 

@@ -13,6 +13,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import printable_lines, say
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
+from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
@@ -139,6 +140,8 @@ def newest_checkpoint() -> Path:
         UsageError: there is none.
     """
     folders = [folder for depth in range(_DEPTH) for folder in Path().glob("*/" * depth + "checkpoints")]
+    for folder in folders:
+        check_run_folder(Path(), folder)
 
     def damage(path: Path) -> str | None:
         try:

@@ -1,5 +1,6 @@
 """`import`: a recipe that goes on training the model of a Hugging Face folder. Reads `config.json` and headers only."""
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -119,14 +120,34 @@ def _short(folder: Path, config: DecoderConfig) -> str:
     data = "class_path: TextData\n  init_args: {"
     if tokenizer_file(folder).is_file():
         check_tokenizer(folder, config)
-        data += f"tokenizer: {yaml_text(str(folder), one_line=True)}, "
+        data += f"tokenizer: {yaml_text(_setting(folder), one_line=True)}, "
     data += f"seq_len: {min(config.max_seq_len, _LONGEST_ROW)}, micro_batch_size: 8}}"
     return _SHORT.format(
-        folder=yaml_text(str(folder), one_line=True),
+        folder=yaml_text(_setting(folder), one_line=True),
         decoder=_settings(config),
         data=data,
-        name=yaml_text(folder.resolve().name, one_line=True),
+        name=yaml_text(_run_name(folder), one_line=True),
     )
+
+
+def _setting(folder: Path) -> str:
+    """The path of a folder as a setting of a recipe."""
+    return str(folder) if _stays_text(str(folder)) else f".{os.sep}{folder}"
+
+
+def _run_name(folder: Path) -> str:
+    name = folder.resolve().name
+    return name if _stays_text(name) else f"{NAME}_{name}"
+
+
+def _stays_text(text: str) -> bool:
+    """Whether a setting stays this text: jsonargparse reads some as values, such as `null` or `1e3`, if quoted too."""
+    with contextlib.suppress(ValueError):
+        float(text)
+        return False
+    with contextlib.suppress(yaml.YAMLError):
+        return isinstance(yaml.safe_load(text), str)
+    return True
 
 
 def check_tokenizer(folder: Path, config: DecoderConfig) -> None:
@@ -149,14 +170,14 @@ def _of_base(base: str, folder: Path, config: DecoderConfig) -> str:
             f"import: config={base} has no model.init_args.decoder: give a recipe of LanguageModel"
         ) from None
     recipe["model"]["init_args"]["decoder"] = {"class_path": type(config).__name__, "init_args": _changed(config)}
-    recipe["init_from"] = str(folder)
+    recipe["init_from"] = _setting(folder)
     data = recipe.get("data")
     if isinstance(data, str):
         recipe["data"] = data = {"class_path": data}
     if isinstance(data, dict) and tokenizer_file(folder).is_file():
         check_tokenizer(folder, config)
         settings = data["init_args"] = data.get("init_args") or {}
-        settings["tokenizer"] = str(folder)
+        settings["tokenizer"] = _setting(folder)
         settings.pop("vocab_size", None)  # of a tokenizer to learn
         if isinstance(length := settings.get("seq_len"), int) and length > config.max_seq_len:
             settings["seq_len"] = config.max_seq_len

@@ -17,6 +17,7 @@ from lightning_tricks._on_exception import only_warn
 from lightning_tricks._process import process_age
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks.accounting.goodput import PARTS, Interval, breakdown, fractions, lost_to_restart
+from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import (
@@ -140,6 +141,11 @@ def places_for(checkpoint: Any) -> list[Path]:
     """
     folder = Path(checkpoint).absolute().parent
     return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
+
+
+def _folders_of_runs(trainer: Any) -> list[str]:
+    """The folders in which a Trainer puts its runs."""
+    return [str(trainer.default_root_dir), *(str(each.save_dir) for each in trainer.loggers if each.save_dir)]
 
 
 def _interval(start: float, end: float) -> Interval:
@@ -327,8 +333,9 @@ class GoodputMonitor(pl.Callback):
         if not state:
             return
         places = places_for(self._trainer.ckpt_path)  # first, because the folder may have been moved
-        if state["file"]:
-            places.append(Path(state["file"]))
+        file = Path(str(state["file"]))
+        if file.name == FILE and any(is_inside(Path(folder), file) for folder in _folders_of_runs(self._trainer)):
+            places.append(file)  # a checkpoint of somebody else may name any
         self._history = History(state["run"], places if self._trainer.is_global_zero else [])
         self._time.resume(state, self._history.earlier, self._history.saves)
         self._skipped = state["skipped_steps"]

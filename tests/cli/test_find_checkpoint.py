@@ -25,6 +25,7 @@ from lightning_tricks.checkpoints.write_file import save_with_record
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import choose_checkpoint as choosing
 from lightning_tricks.cli.choose_checkpoint import SameCheckpoint, choose_checkpoint, identity
+from lightning_tricks.commands.generate import newest_checkpoint
 
 KEEP = "[{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1, save_last: link}}]"
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -165,6 +166,20 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the
     assert took.endswith("step=3.ckpt, the newest whole checkpoint in runs/toy")
     assert folders() == ["version_0"]
     assert step_of(CHECKPOINTS / "last.ckpt") == 6
+
+
+@pytest.mark.parametrize("link", ["version_0", "version_0/checkpoints"])
+def test_no_checkpoint_is_looked_for_through_a_link_out_of_the_folder_of_runs(tmp_path, link):
+    fit()
+    place = Path("runs/toy", link)
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    place.rename(elsewhere)
+    place.symlink_to(elsewhere)
+    with pytest.raises(UsageError, match=r"elsewhere.*, which is outside of runs/toy: give the path"):
+        fit(AUTO, steps=6)
+    with pytest.raises(UsageError, match=r"elsewhere.*, which is outside of \."):
+        newest_checkpoint()
+    fit(f"--ckpt_path={CHECKPOINTS / 'last.ckpt'}", steps=6)  # which a user has named
 
 
 @pytest.mark.parametrize("option", ["--ckpt_path=last", "--resume=auto"])

@@ -340,7 +340,7 @@ def test_without_its_file_a_run_knows_how_much_was_lost_but_not_to_what(clock, t
     else:
         folder = (tmp_path / "run").rename(tmp_path / "moved") / "checkpoints"
         file = tmp_path / "moved/goodput.json"
-    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=folder / "step=3.ckpt")
+    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=folder / "step=3.ckpt", default_root_dir=tmp_path)
     found = spent(monitor)
     # the save of 3 seconds, two steps with their batches, 100 seconds of silence
     if damage in FOUND:
@@ -351,6 +351,24 @@ def test_without_its_file_a_run_knows_how_much_was_lost_but_not_to_what(clock, t
         assert "lost" not in found
         assert "checkpoint" not in found
     assert sum(found.values()) == pytest.approx(clock.now - 1000 + AGE)
+
+
+def test_a_checkpoint_of_somebody_else_names_no_file_outside_of_the_folder_of_runs(clock, tmp_path):
+    folder = tmp_path / "strangers"
+    fit(clock, None, save_every(3, folder / "checkpoints"), max_steps=3)
+    elsewhere, part = tmp_path / "elsewhere/goodput.json", tmp_path / "elsewhere/.goodput.json.part"
+    elsewhere.parent.mkdir()
+    (folder / "goodput.json").rename(elsewhere)
+    part.write_text("of somebody else")
+    before = elsewhere.read_bytes()
+    checkpoint = torch.load(folder / "checkpoints/step=3.ckpt", weights_only=True)
+    checkpoint["callbacks"]["GoodputMonitor"]["file"] = str(elsewhere)
+    torch.save(checkpoint, folder / "checkpoints/step=3.ckpt")
+    options = {"max_steps": 5, "ckpt_path": folder / "checkpoints/step=3.ckpt", "default_root_dir": tmp_path / "runs"}
+    monitor, _ = fit(clock, None, save_every(1, tmp_path / "runs/checkpoints"), **options)
+    assert (elsewhere.read_bytes(), part.read_text()) == (before, "of somebody else")
+    assert "lost" not in spent(monitor)  # the file was not read
+    assert json.loads((tmp_path / "runs/goodput.json").read_text())["run"] == json.loads(before)["run"]
 
 
 def test_a_new_run_in_the_folder_of_another_one_leaves_what_is_known_of_that(clock, tmp_path):
