@@ -33,7 +33,6 @@ from lightning_tricks.callbacks import RunLedger as RunLedger
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
 from lightning_tricks.callbacks import ScheduleFree as ScheduleFree
-from lightning_tricks.callbacks import ShadowGradient as ShadowGradient
 from lightning_tricks.callbacks import SpikeRollback as SpikeRollback
 from lightning_tricks.callbacks import StepGuard as StepGuard
 from lightning_tricks.callbacks import TailAverage as TailAverage

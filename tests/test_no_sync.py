@@ -23,7 +23,6 @@ from lightning_tricks.callbacks import (
     LeanLoop,
     MemoryMonitor,
     RunLedger,
-    ShadowGradient,
     StepGuard,
     TailAverage,
     TensorBoardDashboard,
@@ -65,7 +64,7 @@ def fit(folder, accumulate, *callbacks):
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(),
+            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
             LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
             DecayOnDemand(), DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],

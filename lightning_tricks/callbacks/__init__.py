@@ -30,7 +30,6 @@ from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMoni
 from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
-from lightning_tricks.monitors.shadow_gradient.shadow_gradient import ShadowGradient as ShadowGradient
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor

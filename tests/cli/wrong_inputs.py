@@ -387,26 +387,6 @@ ROWS = [
         "'dirpath'",
         "ModelCheckpoint under init_args",
     ),
-    option(
-        ["--trainer.callbacks", "[{class_path: ShadowGradient, init_args: {every_n_steps: 0}}]"],
-        "ShadowGradient.every_n_steps=0",
-        "give 1 or more",
-    ),
-    option(
-        ["--trainer.callbacks", "[{class_path: ShadowGradient, init_args: {min_cosine: 90}}]"],
-        "ShadowGradient.min_cosine=90",
-        "from -1 to 1",
-    ),
-    option(
-        ["--trainer.callbacks", "[{class_path: ShadowGradient, init_args: {max_norm_ratio: 1}}]"],
-        "ShadowGradient.max_norm_ratio=1",
-        "a factor above 1",
-    ),
-    option(
-        ["--trainer.callbacks", "[{class_path: ShadowGradient, init_args: {differentiate: ['(']}}]"],
-        "ShadowGradient.differentiate: '('",
-        "no regular expression",
-    ),
     plain("--trainer.callbacks [EarlyStopping", "trainer.callbacks=[EarlyStopping", "a list in brackets"),
     plain("--trainer.callbacks [EarlyStopping]", "trainer.callbacks: EarlyStopping needs 'monitor'", "under init_args"),
     # What a recipe cannot be: each was a traceback, a hang or an abort.

@@ -41,7 +41,6 @@ from lightning_tricks import (
     RunLedger,
     SafeCheckpoint,
     ScheduleFree,
-    ShadowGradient,
     SpikeRollback,
     StepGuard,
     TailAverage,
@@ -279,7 +278,6 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "RunLedger": lambda: RunLedger(str(folder / "ledger.jsonl"), cover_weights_in_steps=2),
         "MFUMonitor": lambda: MFUMonitor(peak_flops=1e12),  # else each process measures that of its CPU
         "GradNormMonitor": GradNormMonitor,
-        "ShadowGradient": lambda: ShadowGradient(every_n_steps=3),
     }
     saving = {"dirpath": folder / "checkpoints", "every_n_train_steps": SAVE_EVERY[row["killed"]]}
     saver = (
