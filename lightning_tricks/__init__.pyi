@@ -45,8 +45,6 @@ from lightning_tricks.cli import load_recipe as load_recipe
 from lightning_tricks.commands.coordinate_check import CoordinateReport as CoordinateReport
 from lightning_tricks.commands.coordinate_check import CoordinateTrial as CoordinateTrial
 from lightning_tricks.commands.coordinate_check import coordinate_check as coordinate_check
-from lightning_tricks.commands.sync_audit import SyncReport as SyncReport
-from lightning_tricks.commands.sync_audit import sync_audit as sync_audit
 from lightning_tricks.commands.verify_resume import ResumeReport as ResumeReport
 from lightning_tricks.commands.verify_resume import verify_resume as verify_resume
 from lightning_tricks.data import TextData as TextData

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.device_reads import watching_reads
 from torch.utils.data import DataLoader
 
 from lightning_tricks import Llama
-from lightning_tricks._device_waits import watching_reads
 from lightning_tricks.callbacks import (
     EMA,
     ActivationMonitor,

@@ -317,8 +317,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
         trainer: Any = self.trainer
-        if self._change is not None and self._change.after_fit(trainer):
-            return
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
