@@ -10,7 +10,6 @@ from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.callbacks import BranchLineage as BranchLineage
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
-from lightning_tricks.callbacks import DecayOnDemand as DecayOnDemand
 from lightning_tricks.callbacks import DoctorMonitor as DoctorMonitor
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GCControl as GCControl

@@ -14,7 +14,6 @@ from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
     BatchSizeWarmup,
-    DecayOnDemand,
     DoctorMonitor,
     GCControl,
     GoodputMonitor,
@@ -66,7 +65,7 @@ def fit(folder, accumulate, *callbacks):
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
             LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
-            DecayOnDemand(), DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
+            DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

@@ -130,18 +130,6 @@ def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops)
     assert found == [False] * ((stops or 4) - 1) + [True]
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 9}, {"max_steps": 3}, {"max_epochs": 1}])
-def test_the_limits_of_a_run_move_its_end_while_it_runs(options):
-    def move(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            for owner, name, value in _trainer.limits_of_run(trainer, 5):
-                assert name in vars(owner)
-                setattr(owner, name, value)
-            assert (trainer.max_steps, trainer.max_epochs) == (5, -1)
-
-    assert train(On(on_train_batch_end=move), **{"max_epochs": None, **options}).global_step == 5
-
-
 def test_the_default_checkpoint_io_is_lightnings_own():
     assert _trainer.has_default_checkpoint_io(trainer_with())
     trainer = trainer_with(plugins=[type("Own", (pl.plugins.TorchCheckpointIO,), {})()])

@@ -65,7 +65,6 @@ from lightning_tricks._trainer.run_facts import random_rank as random_rank
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
-from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
 from lightning_tricks._trainer.run_length import (
     micro_batches_before_validation as micro_batches_before_validation,
 )

@@ -5,7 +5,6 @@ import sys
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
-from lightning_tricks.guards.decay_on_demand import DecayOnDemand as DecayOnDemand
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.init_from import InitFrom as InitFrom

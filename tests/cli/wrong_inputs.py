@@ -777,8 +777,6 @@ ROWS = [
             ("BatchSizeWarmup", "", ("BatchSizeWarmup", "give one of the two")),
             ("BatchSizeWarmup", "double_every: 2, unit: epochs", ("unit", "epochs", "steps")),
             ("BatchSizeWarmup", "stages: {0: 1, 9: 4}", ("the last stage must be the recipe's batch",)),
-            ("DecayOnDemand", "decay_steps: 0", ("DecayOnDemand.decay_steps=0", "1 or more")),
-            ("DecayOnDemand", "", ("DecayOnDemand: the schedule is StepLR", "WarmupStableDecay")),
         )
     ),
     plain("--total_tokens many", "total_tokens=many", "number"),
