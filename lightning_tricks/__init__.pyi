@@ -10,7 +10,6 @@ from lightning_tricks.callbacks import AttentionMonitor as AttentionMonitor
 from lightning_tricks.callbacks import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.callbacks import BranchLineage as BranchLineage
 from lightning_tricks.callbacks import CompressionBaseline as CompressionBaseline
-from lightning_tricks.callbacks import DecayOnDemand as DecayOnDemand
 from lightning_tricks.callbacks import DoctorMonitor as DoctorMonitor
 from lightning_tricks.callbacks import ExactResume as ExactResume
 from lightning_tricks.callbacks import GCControl as GCControl
@@ -33,7 +32,6 @@ from lightning_tricks.callbacks import RunLedger as RunLedger
 from lightning_tricks.callbacks import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.callbacks import SampleText as SampleText
 from lightning_tricks.callbacks import ScheduleFree as ScheduleFree
-from lightning_tricks.callbacks import ShadowGradient as ShadowGradient
 from lightning_tricks.callbacks import SpikeRollback as SpikeRollback
 from lightning_tricks.callbacks import StepGuard as StepGuard
 from lightning_tricks.callbacks import TailAverage as TailAverage
@@ -46,8 +44,6 @@ from lightning_tricks.cli import load_recipe as load_recipe
 from lightning_tricks.commands.coordinate_check import CoordinateReport as CoordinateReport
 from lightning_tricks.commands.coordinate_check import CoordinateTrial as CoordinateTrial
 from lightning_tricks.commands.coordinate_check import coordinate_check as coordinate_check
-from lightning_tricks.commands.sync_audit import SyncReport as SyncReport
-from lightning_tricks.commands.sync_audit import sync_audit as sync_audit
 from lightning_tricks.commands.verify_resume import ResumeReport as ResumeReport
 from lightning_tricks.commands.verify_resume import verify_resume as verify_resume
 from lightning_tricks.data import TextData as TextData

@@ -40,11 +40,6 @@ REFUSALS = {
     "ScheduleFree": Refusal(
         _NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be exchanged for their average: {_DDP_OR_FSDP2}"
     ),
-    "ShadowGradient": Refusal(
-        _NOT_OURS,
-        "{strategy} gives no gradient of a micro-batch by the name of its parameter: leave it out, or "
-        f"{_DDP_OR_FSDP2}",
-    ),
     "SpikeRollback": Refusal(
         _UNREADABLE,
         "{strategy} keeps weights and optimizer state where they cannot be put back: take SpikeRollback out, or shard "

@@ -5,16 +5,15 @@ from contextlib import ExitStack
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness.device_reads import watching_reads
 from torch.utils.data import DataLoader
 
 from lightning_tricks import Llama
-from lightning_tricks._device_waits import watching_reads
 from lightning_tricks.callbacks import (
     EMA,
     ActivationMonitor,
     AttentionMonitor,
     BatchSizeWarmup,
-    DecayOnDemand,
     DoctorMonitor,
     GCControl,
     GoodputMonitor,
@@ -23,7 +22,6 @@ from lightning_tricks.callbacks import (
     LeanLoop,
     MemoryMonitor,
     RunLedger,
-    ShadowGradient,
     StepGuard,
     TailAverage,
     TensorBoardDashboard,
@@ -65,9 +63,9 @@ def fit(folder, accumulate, *callbacks):
         logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(),
+            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
             LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
-            DecayOnDemand(), DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
+            DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import lightning_tricks
-from lightning_tricks import LeanLoop, _trainer
+from lightning_tricks import _trainer
 from lightning_tricks._replaced import replaced
 
 
@@ -128,18 +128,6 @@ def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops)
 
     found = answers(ask, hook="on_train_batch_end", **options)
     assert found == [False] * ((stops or 4) - 1) + [True]
-
-
-@pytest.mark.parametrize("options", [{"max_steps": 9}, {"max_steps": 3}, {"max_epochs": 1}])
-def test_the_limits_of_a_run_move_its_end_while_it_runs(options):
-    def move(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            for owner, name, value in _trainer.limits_of_run(trainer, 5):
-                assert name in vars(owner)
-                setattr(owner, name, value)
-            assert (trainer.max_steps, trainer.max_epochs) == (5, -1)
-
-    assert train(On(on_train_batch_end=move), **{"max_epochs": None, **options}).global_step == 5
 
 
 def test_the_default_checkpoint_io_is_lightnings_own():
@@ -789,37 +777,6 @@ def test_running_part_is_the_place_of_a_stack(tmp_path, optimizers):
     assert found == expected | ({"optimizer": "optimizer"} if optimizers == 1 else {})
 
 
-def test_is_in_batch_from_the_fetch_of_a_batch_to_what_follows_it(tmp_path):
-    found = looked(tmp_path, _trainer.is_in_batch)
-    assert {place for place, answer in found.items() if not answer} == {"after the fit"}
-    epoch = []
-    ask = lambda *_: epoch.append(_trainer.is_in_batch([*_trainer.outwards(sys._getframe())]))  # noqa: E731
-    train(On(on_train_epoch_start=ask, on_train_epoch_end=ask, on_train_batch_start=ask), batches=1)
-    assert epoch == [False, True, False]
-
-
-@pytest.mark.parametrize("lean", [[], [LeanLoop()]], ids=["Lightning's loop", "LeanLoop"])
-def test_the_running_hook_is_the_innermost_and_its_owner_is_known(lean):
-    found: dict[str, Any] = {}
-
-    def look(place: str) -> Any:
-        def hook(*_: Any, **__: Any) -> None:
-            found[place] = _trainer.running_hook([*_trainer.outwards(sys._getframe())])
-
-        return hook
-
-    callback = On(on_train_batch_end=look("callback"))
-    model = model_with(act=look("step"))
-    model.on_before_zero_grad = look("replaced")
-    backward = lambda _: look("backward")()  # noqa: E731
-    next(model.parameters()).register_hook(backward)
-    train(*lean, callback, model=model)
-    look("outside")()
-    assert found["callback"] == (callback, "on_train_batch_end")
-    assert found["replaced"] == (model, "on_before_zero_grad")
-    assert (found["step"], found["backward"][1], found["outside"]) == ((model, "training_step"), "backward", None)
-
-
 def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
     found = {"before": _trainer.is_compiling([*_trainer.outwards(sys._getframe())])}
 
@@ -856,18 +813,6 @@ def test_an_evaluation_of_a_checkpoint_is_logged_where_the_fit_logged_its_own(tm
     trainer = trainer_with(restore, **options)
     trainer.validate(model, data(1), ckpt_path=tmp_path / "six.ckpt", verbose=False)
     assert (logged, trainer.global_step) == ([2, 5, 5], 6)
-
-
-def test_a_fit_ends_after_this_batch_whatever_its_least_length_and_without_a_validation():
-    validated: list[int] = []
-    callback = On(
-        on_train_batch_start=lambda trainer, *_: _trainer.end_after_this_batch(trainer),
-        on_validation_start=lambda trainer, _: validated.append(trainer.global_step),
-    )
-    model = model_with()
-    model.val_dataloader = lambda: data()
-    trainer = train(callback, model=model, max_steps=9, min_steps=9, min_epochs=3, num_sanity_val_steps=0)
-    assert (trainer.global_step, validated) == (1, [])
 
 
 def test_is_evaluating_in_a_validation(tmp_path):

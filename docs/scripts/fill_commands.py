@@ -1,10 +1,7 @@
 """What commands print on their pages, and the pictures of `schedule`, for `fill.py`."""
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -113,17 +110,6 @@ def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def sync_audit(_: Any) -> dict[str, str]:
-    """The report of a module with planted waits, and the script that makes it."""
-    file = ROOT / "docs/samples/careless.py"
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        report = runpy.run_path(str(file))["audit"]()
-    return {
-        "audit": f"```text\n$ python docs/samples/careless.py\n{report}\n```",
-        "script": f"```python\n{file.read_text(encoding='utf-8').rstrip()}\n```",
-    }
-
-
 def _plan(recipe: str, *options: str) -> Any:
     """The plan of a recipe, with the name that the command gives it."""
     from lightning_tricks.commands.schedule.curves import NamedPlan
@@ -156,5 +142,4 @@ FILLERS = {
     "plan-published": Filler("plan.md", plan_published),
     "runs": Filler("runs.md", runs, measured=False),
     "schedule": Filler("schedule_command.md", schedule, draw, measured=False),
-    "sync-audit": Filler("sync_audit.md", sync_audit, measured=False),
 }

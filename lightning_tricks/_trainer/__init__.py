@@ -9,7 +9,6 @@ from lightning_tricks._trainer.around_saves import around_saves as around_saves
 from lightning_tricks._trainer.last_step import LastStep as LastStep
 from lightning_tricks._trainer.last_step import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
-from lightning_tricks._trainer.loop import end_after_this_batch as end_after_this_batch
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_end_follows as epoch_end_follows
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
@@ -66,7 +65,6 @@ from lightning_tricks._trainer.run_facts import random_rank as random_rank
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
-from lightning_tricks._trainer.run_length import limits_of_run as limits_of_run
 from lightning_tricks._trainer.run_length import (
     micro_batches_before_validation as micro_batches_before_validation,
 )
@@ -78,10 +76,8 @@ from lightning_tricks._trainer.running import describe_loader as describe_loader
 from lightning_tricks._trainer.running import evaluation_progress as evaluation_progress
 from lightning_tricks._trainer.running import is_compiling as is_compiling
 from lightning_tricks._trainer.running import is_evaluating as is_evaluating
-from lightning_tricks._trainer.running import is_in_batch as is_in_batch
 from lightning_tricks._trainer.running import line_of as line_of
 from lightning_tricks._trainer.running import outwards as outwards
-from lightning_tricks._trainer.running import running_hook as running_hook
 from lightning_tricks._trainer.running import running_part as running_part
 from lightning_tricks._trainer.running import running_place as running_place
 from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads

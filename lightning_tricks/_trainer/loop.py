@@ -71,17 +71,6 @@ def batch_progress(trainer: Any) -> Any:
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
-def end_after_this_batch(trainer: Any) -> None:
-    """End the fit with the running batch, whatever least length it has, and without a validation.
-
-    Read from `done` and `_should_check_val_fx` (loops/training_epoch_loop.py) and `_FitLoop._can_stop_early`
-    (loops/fit_loop.py). The Trainer is of no use for another fit.
-    """
-    trainer.should_stop = True
-    trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-    trainer.limit_val_batches = 0
-
-
 def steps_in_epoch(trainer: Any) -> int:
     """Optimizer steps that are done in this epoch, which a checkpoint restores; in automatic optimization.
 

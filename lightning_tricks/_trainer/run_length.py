@@ -17,15 +17,6 @@ def step_limit(trainer: Any) -> tuple[Any, str]:
     return trainer.fit_loop.epoch_loop, "max_steps"
 
 
-def limits_of_run(trainer: Any, max_steps: int) -> list[tuple[Any, str, int]]:
-    """Owner, name and value of the attributes that end a fit at an optimizer step, also a fit that is running.
-
-    `trainer.max_steps` and `trainer.max_epochs` show them. Read from `_FitLoop.done` (loops/fit_loop.py) and
-    `_TrainingEpochLoop._is_training_done` (loops/training_epoch_loop.py), which ask before each batch.
-    """
-    return [(*step_limit(trainer), max_steps), (trainer.fit_loop, "max_epochs", -1)]
-
-
 def run_length(trainer: Any) -> int | None:
     """The optimizer step at which the running fit ends by `max_steps` or by `max_epochs`, whichever comes first.
 

@@ -115,21 +115,13 @@ def running_part(stack: Sequence[FrameType]) -> str:
     return ""
 
 
-def running_hook(stack: Sequence[FrameType]) -> tuple[Any, str] | None:
-    """The innermost hook that a thread is in, as (owner, name); None outside hooks.
+def _hook_of(frame: FrameType) -> tuple[Any, str] | None:
+    """The hook that a frame of Lightning's calls, as (owner, name); None for any other frame.
 
     The owner is a callback, a module, a data module or a strategy; of a step, which the strategy passes on, the module.
     Read from the `_call_*` functions of trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of
     callbacks, `callback`; LeanLoop's have the same names, but for `module`.
-
-    Args:
-        stack: the innermost frame first.
     """
-    return next(filter(None, map(_hook_of, stack)), None)
-
-
-def _hook_of(frame: FrameType) -> tuple[Any, str] | None:
-    """The hook that a frame of Lightning's calls, as in `running_hook`."""
     local = frame.f_locals if _is_of(frame, "trainer.call") or _is_of(frame, "guards.lean_loop") else {}
     if "fn" not in local or "hook_name" not in local:
         return None
@@ -183,15 +175,6 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def is_in_batch(stack: Sequence[FrameType]) -> bool:
-    """Whether a thread is in a training batch: its fetch, its hooks, its step, what follows it before the next one.
-
-    Read from `advance` and `on_advance_end` of `_TrainingEpochLoop` (loops/training_epoch_loop.py).
-    """
-    names = ("advance", "on_advance_end")
-    return any(frame.f_code.co_name in names and _is_of(frame, "loops.training_epoch_loop") for frame in stack)
 
 
 def is_evaluating(stack: Sequence[FrameType]) -> bool:

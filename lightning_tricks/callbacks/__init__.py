@@ -5,7 +5,6 @@ import sys
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
-from lightning_tricks.guards.decay_on_demand import DecayOnDemand as DecayOnDemand
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
@@ -30,7 +29,6 @@ from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMoni
 from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
 from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
-from lightning_tricks.monitors.shadow_gradient.shadow_gradient import ShadowGradient as ShadowGradient
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor

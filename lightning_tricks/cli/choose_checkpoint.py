@@ -17,12 +17,10 @@ import torch.distributed as dist
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer import chosen_version, store_before_the_run, weights_layout
-from lightning_tricks.callbacks import DecayOnDemand
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.inside import check_run_folder
-from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts
@@ -111,21 +109,12 @@ def _newest(option: str, command: str, trainer: Any, store: Any) -> str | None:
     record = found.chosen.record
     kind = "the newest whole checkpoint" if found.passed_over else "the newest checkpoint"
     rank_zero_info(f"{option}: {short(path)}, {kind} in {where}")
-    decay = _decay_on_demand(trainer, Path(path))
-    length, remedy = trainer.max_steps, "raise --trainer.max_steps to go on"
-    if decay is not None and record and record.step >= decay.start:
-        length, remedy = decay.end, "branch off a checkpoint from before its decay to go on"
-    if command == "fit" and record and 0 < length <= record.step:
+    if command == "fit" and record and 0 < trainer.max_steps <= record.step:
         rank_zero_info(
-            f"{option}: it has done all {length} steps already: {remedy}, or start a new run with --ckpt_path none"
+            f"{option}: it has done all {trainer.max_steps} steps already: raise --trainer.max_steps to go on, or "
+            "start a new run with --ckpt_path none"
         )
     return str(path)
-
-
-def _decay_on_demand(trainer: Any, path: Path) -> Decay | None:
-    """The decay that DecayOnDemand has started in the run of a checkpoint, and will go on with; or None."""
-    follows = any(isinstance(callback, DecayOnDemand) for callback in trainer.callbacks)
-    return DecayFile(str(path.parent.parent)).started() if follows else None
 
 
 def _none_found(option: str, command: str, found: Found, where: str) -> None:

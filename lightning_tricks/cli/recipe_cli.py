@@ -49,7 +49,7 @@ from lightning_tricks.cli.recipe_parser import (
 from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
 from lightning_tricks.data.base import ShardData
-from lightning_tricks.data.whole_text import WholeText
+from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
@@ -290,7 +290,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 if given["ckpt_path"] and not isinstance(self.model, OptimizerMixin):
                     trainer.callbacks.insert(0, KeptSettings())
             if subcommand == "validate" and given["text"] is not None:
-                self.datamodule = _whole_text(given["text"], given["ckpt_path"], self.datamodule)
+                self.datamodule = _text_to_score(given["text"], given["ckpt_path"], self.datamodule)
                 trainer.limit_val_batches = 1.0  # all of it, whatever the recipe says of its own data
             check_folders(trainer)
             check_before_launch(trainer, self.model, self.datamodule, subcommand, given["trainer"]["accelerator"])
@@ -317,8 +317,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
     def after_fit(self) -> None:
         """Say where the results are and what to do with them."""
         trainer: Any = self.trainer
-        if self._change is not None and self._change.after_fit(trainer):
-            return
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
@@ -346,14 +344,14 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
     return cli.model, cli.datamodule, settings_of_fit(cli.config_init, cli.config_init["trainer"])
 
 
-def _whole_text(files: str, checkpoint: str | None, data: Any) -> WholeText:
+def _text_to_score(files: str, checkpoint: str | None, data: Any) -> TextData:
     """The data of `validate --text`, in rows as the recipe's data have them."""
     if checkpoint is None:
         raise UsageError(f"text={files!r}: needs --ckpt_path, a checkpoint whose tokenizer encodes the text")
     if not isinstance(data, ShardData):
         raise UsageError(f"text={files!r}: the recipe's data must be TextData or TokenData, which say the rows")
-    rows = (data.seq_len, data.micro_batch_size, data.num_workers, data.document_ids)
-    return WholeText(files, checkpoint, *rows, getattr(data, "text_field", "text"), getattr(data, "cache_dir", None))
+    names = ("seq_len", "micro_batch_size", "num_workers", "document_ids", "text_field", "cache_dir")
+    return TextData.held_out(files, checkpoint, **{name: getattr(data, name) for name in names if hasattr(data, name)})
 
 
 def _more_recipe(option: str, file: str | None) -> Recipe | None:

@@ -85,9 +85,6 @@ class FitChange(Protocol):
     def options(self) -> list[str]:
         """The options by which `fit` itself would do the same."""
 
-    def after_fit(self, trainer: Any) -> bool:
-        """Say what came of it; False lets the command say what to do next, as `fit` does."""
-
 
 _OF_LIGHTNING = (
     Command(

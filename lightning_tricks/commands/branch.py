@@ -147,10 +147,6 @@ class Branch:
         """The options of a `fit` that goes on with the branch."""
         return ["--model.schedule.decay_start", str(self.start)]
 
-    def after_fit(self, trainer: Any) -> bool:
-        """Nothing of its own."""
-        return False
-
 
 def _start_decays(settings: Any, place: str, step: int) -> None:
     """Let each WarmupStableDecay in the settings decay from a step on: that of the run, and those of parameter rules.

@@ -225,6 +225,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 Documents = Callable[[], Iterator[str]]
 Located = Callable[[], Iterator[tuple[Path, str]]]
 _MANY_FILES = 100
+_LARGEST_DOCUMENT = 4 << 20  # characters that are encoded at once
 
 
 @dataclass(frozen=True)
@@ -297,13 +298,18 @@ def _sources(paths: list[Path]) -> Iterator[tuple[Path, str]]:
             yield path, text
 
 
-def text_files(patterns: list[str], text_field: str) -> Corpus:
+def text_files(patterns: list[str], text_field: str, whole: bool = False) -> Corpus:
     """Files, folders and globs.
 
     Each row of a .jsonl or .parquet file is a document. Any other file is plain UTF-8 text: if there are 100 or more,
     each is a document. If there are fewer, each is cut after blank lines into documents of about a two hundredth of
     the file (2 to 64 KiB), so that one big file has a validation part too. An added file leaves the documents of the
     others as they are, unless it is the hundredth.
+
+    Args:
+        patterns: paths, folders and globs.
+        text_field: the key or column that holds the text of a row.
+        whole: cut plain text only where a file has more than four million characters.
 
     Raises:
         UsageError: a pattern matches nothing, a file is empty, unreadable or not UTF-8, a row lacks the field.
@@ -314,16 +320,18 @@ def text_files(patterns: list[str], text_field: str) -> Corpus:
     cuts = len(plain) < _MANY_FILES
     # several files were once cut by their total size: a cache from then does not hold these documents
     setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
-    located = partial(_documents_of_files, paths, text_field, cuts)
+    located = partial(_documents_of_files, paths, text_field, _whole_size if whole else _piece_size if cuts else None)
     return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
 
 
-def _documents_of_files(paths: list[Path], text_field: str, cuts: bool) -> Iterator[tuple[Path, str]]:
+def _documents_of_files(
+    paths: list[Path], text_field: str, size: Callable[[Path], int] | None
+) -> Iterator[tuple[Path, str]]:
     for path in paths:
         if is_rows(path):
             texts = read_rows(path, text_field)
-        elif cuts:
-            texts = read_pieces(path, _piece_size(path))
+        elif size is not None:
+            texts = read_pieces(path, size(path))
         else:
             texts = read_file(path)
         yield from ((path, text) for text in texts if text.strip())
@@ -332,6 +340,10 @@ def _documents_of_files(paths: list[Path], text_field: str, cuts: bool) -> Itera
 def _piece_size(path: Path) -> int:
     """Characters of a piece. It depends on the file alone: by the total size, an added file would move all cuts."""
     return min(max(path.stat().st_size // 200, 2 << 10), 64 << 10)
+
+
+def _whole_size(path: Path) -> int:
+    return _LARGEST_DOCUMENT
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._quote import say
 from lightning_tricks._writable import check_folder
 from lightning_tricks.data.base import ShardData
@@ -107,7 +108,7 @@ def tokenize_corpus(
 
     Without a tokenizer, learn a byte-level BPE of `vocab_size` tokens from the training documents.
     """
-    threshold = validation_threshold(corpus.documents(), val_fraction)
+    threshold = 2**64 if val_fraction == 1 else validation_threshold(corpus.documents(), val_fraction)
     if tokenizer is None:
         _say(f"Learning a tokenizer of {vocab_size} tokens from {corpus.description}")
         tokenizer = train_bpe(_sample(corpus, threshold), vocab_size)
@@ -159,9 +160,14 @@ def _sample(corpus: Corpus, threshold: int) -> Iterator[str]:
 
 
 def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold: int) -> dict[str, dict[str, Any]]:
-    """Write both parts; of each, return its size, and the SHA-256 of its documents, one after the other in UTF-8."""
+    """Write both parts; of each, return its size, and the SHA-256 of its documents, one after the other in UTF-8.
+
+    If all is held out, there is no training part, and an end-of-text token comes first: the first token of a stream has
+    no loss, and each byte of the text shall count.
+    """
     end, size = end_of_text(tokenizer), vocabulary_size(tokenizer)
-    counts = {split: {"documents": 0, "bytes": 0} for split in ("train", "val")}
+    splits = ("val",) if threshold == 2**64 else ("train", "val")
+    counts = {split: {"documents": 0, "bytes": 0} for split in splits}
     hashes = {split: hashlib.sha256() for split in counts}
     quiet = not sys.stderr.isatty()
     if quiet:
@@ -171,6 +177,8 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
         writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
         bar = tqdm(desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=quiet, leave=False)
         stack.enter_context(bar)
+        if "train" not in splits:
+            writers["val"].append(np.array([end]))
         for document, ids in encode_all(tokenizer, corpus.documents()):
             raw = document.encode()
             split = "val" if document_hash(document) < threshold else "train"
@@ -262,11 +270,35 @@ class TextData(ShardData):
         self.vocab_size = vocab_size if self._given_tokenizer is None else vocabulary_size(self._given_tokenizer)
         self.meta: dict[str, Any] = {}
 
+    @classmethod
+    def held_out(cls, files: str, tokenizer: str, **options: Any) -> "TextData":
+        """Data whose whole text is for validation, and each byte of it counts; there is no training part.
+
+        A file is one document, or each row of a .jsonl or .parquet file.
+
+        Args:
+            files: as in the constructor.
+            tokenizer: a JSON file or a checkpoint.
+            **options: the constructor's others.
+
+        Raises:
+            UsageError: also for a tokenizer that is not byte-level, or has no end-of-text token.
+        """
+        data = cls(files, tokenizer=tokenizer, **options)
+        assert data._given_tokenizer is not None  # a path was given
+        if token_texts(data._given_tokenizer) is None:
+            raise UsageError(f"text={files!r}: bits per byte need a byte-level tokenizer, and {tokenizer} has another")
+        end_of_text(data._given_tokenizer)
+        data.val_fraction = 1.0
+        return data
+
     @cached_property
     def _corpus(self) -> Corpus:
         if self.hf_dataset is not None:
             return hugging_face(self.hf_dataset, self.text_field)
-        return standard_library() if self.files is None else text_files(self.files, self.text_field)
+        if self.files is None:
+            return standard_library()
+        return text_files(self.files, self.text_field, whole=self.val_fraction == 1)
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse text that is not there, a library that is missing, and sizes that this host cannot hold."""
@@ -315,7 +347,8 @@ class TextData(ShardData):
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             tokenizer = load_tokenizer(self.folder / "tokenizer.json")
-            streams = {split: TokenStream(sorted(self.folder.glob(f"{split}_*.bin"))) for split in ("train", "val")}
+            splits = ("val",) if self.val_fraction == 1 else ("train", "val")
+            streams = {split: TokenStream(sorted(self.folder.glob(f"{split}_*.bin"))) for split in splits}
             if tokenizer_sha256(tokenizer) != self.meta["tokenizer_sha256"]:
                 raise UsageError("tokenizer.json did not write the shards")
             if any(len(stream) != self.meta[split]["tokens"] for split, stream in streams.items()):
@@ -326,6 +359,8 @@ class TextData(ShardData):
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
         self.use(streams, tokenizer, self.folder.name, name, byte_corrections=corrections)
+        if self.val_fraction == 1:
+            rank_zero_info(self.data_summary())
 
     def source_files(self, positions: Sequence[int]) -> list[Path | None]:
         """The text file behind each position of the training stream; reads the text up to the last of them.
@@ -340,8 +375,10 @@ class TextData(ShardData):
         return [files.get(number) for number in numbers]
 
     def data_summary(self) -> str:
-        """One line on the training data; after `setup`."""
-        train, val = self.meta["train"], self.meta["val"]
+        """One line on the data; after `setup`."""
+        val = self.meta["val"]
+        if (train := self.meta.get("train")) is None:
+            return f"{self._corpus.description}: {val['bytes']:,} bytes, {val['tokens']:,} tokens"
         return (
             f"{self._corpus.description}: {train['documents'] + val['documents']:,} documents, "
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "

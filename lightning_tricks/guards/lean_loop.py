@@ -30,7 +30,7 @@ def lean_callers(trainer: Any, call: Any, base: type) -> dict[str, Callable[...,
             return callback_hooks(of, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
         idle, before = getattr(base, hook_name), set_running_hook(module, hook_name)
         for callback in of.callbacks:
-            fn = getattr(callback, hook_name)  # named as in Lightning's own, for `running_hook`
+            fn = getattr(callback, hook_name)  # named as in Lightning's own, for `running_place`
             if getattr(fn, "__func__", None) is not idle and callable(fn):
                 fn(of, module, *args, **kwargs)
         set_running_hook(module, before)

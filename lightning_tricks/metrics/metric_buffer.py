@@ -184,15 +184,6 @@ class MetricBuffer(pl.Callback):
             before.replace(self._current)
             self._current = before
 
-    @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Inside the `with`, values are dropped: code that has recorded its own runs once more."""
-        before, self._current = self._current, Row()
-        try:
-            yield
-        finally:
-            self._current = before
-
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
 

@@ -109,14 +109,6 @@ def outside_compiled(root: nn.Module, found: dict[str, nn.Module]) -> dict[str, 
     return {name: module for name, module in found.items() if not (name.startswith(compiled) or _is_script(module))}
 
 
-def outermost_compiled(root: nn.Module) -> list[nn.Module]:
-    """The compiled modules of `root`, itself included, that lie in no other compiled module."""
-    if _is_compiled(root):
-        return [root]
-    found = {id(part): part for child in root.children() for part in outermost_compiled(child)}
-    return list(found.values())
-
-
 def before_calls(module: nn.Module, see: Callable[[Any, dict[str, Any]], None]) -> AbstractContextManager[Any]:
     """A context in which `see(args, kwargs)` runs before each call of `module`, except from compiled code."""
     if _is_compiled_in_place(module):

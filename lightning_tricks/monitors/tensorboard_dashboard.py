@@ -30,11 +30,7 @@ CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
 INSIDE = ("activations", "updates", "attention")
 # Charts of metrics that only some precisions record.
 OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
-OF_FP8 = {
-    "fp8: share": ["precision/fp8_share"],
-    "fp8: underflow": ["precision/fp8_underflow_max", "fp8/(.*/)?(input|weight)_underflow"],
-    "fp8: amax": ["fp8/(.*/)?(input|weight)_amax"],
-}
+OF_FP8 = {"fp8: share": ["precision/fp8_share"]}
 
 
 def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from lightning_tricks._errors import UsageError
@@ -330,10 +330,6 @@ class WarmupStableDecay(_DecaysAfterThePeak):
         shapes = ("linear", "cosine", "1-sqrt")
         if self.decay_shape not in shapes:
             raise UsageError(f"WarmupStableDecay.decay_shape={self.decay_shape!r}: give one of {', '.join(shapes)}")
-
-    def decaying_from(self, step: int) -> "WarmupStableDecay":
-        """The same schedule, but with a decay from `step` to the end of the run."""
-        return replace(self, decay_start=step, decay_steps=None, decay_fraction=None)
 
     def _share_left(self, done: int, length: int) -> float:
         return share_left(self.decay_shape, done, length)

@@ -98,9 +98,11 @@ class ScheduleLR(LRScheduler):
         """Set the length of the run, and the learning rates and decays of the current step.
 
         Raises:
-            UsageError: the run does not fit a schedule.
+            UsageError: the run does not fit a schedule; then everything stays as it was.
         """
-        self.follow(lambda curve: curve, total_steps)
+        self._check(total_steps)
+        self.total_steps, self.length_follows = total_steps, False
+        self._apply()
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
@@ -155,23 +157,6 @@ class ScheduleLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from `state_dict` and set the recipe's learning rates for it."""
         self.last_epoch, self.has_loaded = state_dict["last_epoch"], True
-        self._apply()
-
-    def follow(self, change: Callable[[Schedule], Schedule], total_steps: int | None) -> None:
-        """Take other curves, or another length of the run, from the current step on.
-
-        Args:
-            change: gives the new curve for each of `curves`.
-            total_steps: optimizer steps in the whole run.
-
-        Raises:
-            UsageError: the run does not fit a schedule; then everything stays as it was.
-        """
-        for curve in self.curves:
-            change(curve).check(total_steps)
-        self.schedule, self.total_steps, self.length_follows = change(self.schedule), total_steps, False
-        self._group_schedules = [curve and change(curve) for curve in self._group_schedules]
-        self._decay_schedules = [curve and change(curve) for curve in self._decay_schedules]
         self._apply()
 
     def _apply(self) -> None:

@@ -25,7 +25,6 @@ from lightning_tricks.checkpoints.record import RECORD_FILE, Record, crc32, read
 from lightning_tricks.checkpoints.write_file import is_locked, write_file
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
 from lightning_tricks.data.saved_tokenizer import open_tokenizer
-from lightning_tricks.guards.decay_on_demand import Decay, DecayFile
 from lightning_tricks.models import Decoder, hf_config, to_hf
 from lightning_tricks.monitors.goodput_monitor import History
 from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile
@@ -206,16 +205,14 @@ def test_a_run_does_not_go_on_in_a_folder_with_links_out_of_it(tmp_path, outside
 
 
 def test_a_run_writes_its_own_files_through_no_link(tmp_path, outside):
-    for name in (".goodput.json.part", ".decay.new", "ledger.jsonl"):
+    for name in (".goodput.json.part", "ledger.jsonl"):
         (tmp_path / name).symlink_to(outside / name)
     history = History("a run")
     history.place_by(tmp_path / "checkpoints" / "step=1.ckpt")
     history.write((0.0, 1.0))
-    DecayFile(str(tmp_path)).write(Decay(7, 20))
     with pytest.raises(UsageError, match="this is a link to"):
         LedgerFile(tmp_path / "ledger.jsonl")
     assert (tmp_path / "goodput.json").is_file()
-    assert (tmp_path / "decay").read_text() == "20 from step 7\n"
     assert not list(outside.iterdir())
 
 

@@ -104,37 +104,6 @@ def test_a_stopped_branch_goes_on_with_the_recipe_in_its_folder(branched):
     assert small.newest("toy") == cut
 
 
-ASKS = """
-from pathlib import Path
-import lightning.pytorch as pl
-
-class Asks(pl.Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 5:
-            Path(trainer.log_dir, "decay").write_text("5")
-"""
-
-
-def test_a_decay_on_demand_is_the_branch_off_its_step(trunk, branched, monkeypatch, caplog):
-    Path("asks.py").write_text(ASKS)
-    monkeypatch.syspath_prepend(trunk)
-    Path("demand.yaml").write_text(small.RECIPE + "    - DecayOnDemand\n    - {class_path: asks.Asks}\n")
-    small.door.run(["fit", "--config", "demand.yaml", "--trainer.max_steps", "30"])
-    demand = small.newest("toy")
-    for step in (10, 11):
-        (demand / f"checkpoints/step={step}.ckpt").unlink()
-    last = ["fit", "--config", "demand.yaml", "--ckpt_path", "last", "--trainer.max_steps", "7"]
-    with caplog.at_level("INFO"):
-        small.door.run(last)
-        assert "has done all" not in caplog.text  # it has not: the decay goes on past max_steps
-        small.door.run(last)
-        assert "it has done all 11 steps already: branch off a checkpoint from before its decay" in caplog.text
-    small.assert_equal(branched[0], demand, START, START + 5)
-    read_trunk(f"{demand}/checkpoints/step={START}.ckpt").check(WarmupStableDecay(warmup_steps=3, decay_steps=3), 30)
-    with pytest.raises(UsageError, match="step 8 lies inside the decay of its run, which started at step 6"):
-        branch(f"{demand}/checkpoints/step=8.ckpt", 5)
-
-
 @pytest.mark.parametrize("length", ["epochs", "tokens"])
 def test_a_trunk_whose_length_is_given_in_epochs_or_tokens_branches_too(branched, length):
     recipe = small.RECIPE.replace("  max_steps: 12\n", "" if length == "tokens" else "  max_epochs: 1\n")

@@ -13,7 +13,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.data import TextData, TokenData
 from lightning_tricks.data.bpe import END_OF_TEXT, as_text_only, changes_text, token_texts, train_bpe
 from lightning_tricks.data.text_data import document_hash, validation_threshold
-from lightning_tricks.data.whole_text import WholeText
 
 LEARNED = train_bpe(["this is in Ünderstanding: hi  in the <x> of 12 it's in"] * 9, 300).to_str()
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +87,8 @@ def test_a_whole_text_counts_each_of_its_bytes_once_under_any_tokenizer(
     folder = tmp_path_factory.mktemp("whole")
     tokenizer.save(str(folder / "tokenizer.json"))
     files = rows_in(folder / "a.jsonl", documents)
-    data = WholeText(files, str(folder / "tokenizer.json"), seq_len, 2, cache_dir=folder / "cache")
+    options = {"seq_len": seq_len, "cache_dir": str(folder / "cache")}
+    data = TextData.held_out(files, str(folder / "tokenizer.json"), **options)
     data.setup()
     assert left_out(data) or counted(data) == len("".join(documents).encode())
 
@@ -127,8 +127,7 @@ def test_an_added_word_that_takes_the_spaces_beside_it_does_not_take_them_from_t
     tokenizer.add_tokens([AddedToken("<x>", lstrip=True, rstrip=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("in  <x>  hi\n" * 3)  # 12 bytes, of which tokens have 8
-    data = WholeText(str(tmp_path / "a.txt"), str(tmp_path / "tokenizer.json"), 4, 2, cache_dir=tmp_path / "cache")
-    data.setup()
+    data = held_out(tmp_path)
     assert len(data.validation_text()) == 24
     assert counted(data) == 36
 
@@ -139,9 +138,15 @@ def test_a_tokenizer_with_nfc_counts_the_bytes_of_text_that_nfc_changes(tmp_path
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = unicodedata.normalize("NFD", "é" * 10)
     (tmp_path / "a.txt").write_text(text)
-    data = WholeText(str(tmp_path / "a.txt"), str(tmp_path / "tokenizer.json"), 4, 2, cache_dir=tmp_path / "cache")
-    data.setup()
+    data = held_out(tmp_path)
     assert (len(data.validation_text()), counted(data)) == (20, 30)
+
+
+def held_out(folder) -> TextData:
+    options = {"seq_len": 4, "cache_dir": str(folder / "cache")}
+    data = TextData.held_out(str(folder / "a.txt"), str(folder / "tokenizer.json"), **options)
+    data.setup()
+    return data
 
 
 def written(folder, tokenizer) -> TextData:

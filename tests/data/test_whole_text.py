@@ -1,4 +1,4 @@
-"""WholeText and `validate --text`: every byte of a text counts once, in the bits per byte of a checkpoint."""
+"""TextData.held_out and `validate --text`: every byte of a text counts once, in the bits per byte of a checkpoint."""
 
 import gzip
 import json
@@ -12,8 +12,7 @@ from models.decoders import build
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.cli import RecipeCLI
-from lightning_tricks.data import whole_text
-from lightning_tricks.data.whole_text import WholeText
+from lightning_tricks.data import TextData, corpus
 from lightning_tricks.models import Llama
 
 CONFIG = Llama(vocab_size=VOCABULARY, d_model=32, n_layers=1, n_heads=2, max_seq_len=32)
@@ -27,14 +26,16 @@ def path(tmp_path):
 
 def rows_of(tmp_path, path, files, **options):
     """The data of a text, and its batches."""
-    data = WholeText(str(files), str(path), **{"seq_len": 16, "micro_batch_size": 2, "cache_dir": tmp_path} | options)
+    options = {"seq_len": 16, "micro_batch_size": 2, "cache_dir": str(tmp_path)} | options
+    data = TextData.held_out(str(files), str(path), **options)
     data.setup()
     return data, list(data.val_dataloader())
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "text.txt", "text.txt.gz", "folder"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "text.txt", "text.txt.gz", "folder", "large.txt"])
 def test_each_byte_counts_once_and_only_documents_end(name, path, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole_text, "PIECE", 8)  # a document is encoded in parts
+    if name.startswith("large"):
+        monkeypatch.setattr(corpus, "_LARGEST_DOCUMENT", 30)  # the text is of two documents then
     place, text = tmp_path / name, "".join(DOCUMENTS)
     if name == "folder":
         place.mkdir()
@@ -45,9 +46,9 @@ def test_each_byte_counts_once_and_only_documents_end(name, path, tmp_path, monk
     else:
         (gzip.open if name.endswith("gz") else open)(place, "wt", encoding="utf-8").write(text)
     data, batches = rows_of(tmp_path, path, place)
-    assert sum(int(batch["n_bytes"].sum()) for batch in batches) == len(text.encode()) == data.n_bytes
+    assert sum(int(batch["n_bytes"].sum()) for batch in batches) == len(text.encode()) == data.meta["val"]["bytes"]
     tokens = data.streams["val"].read(0, len(data.streams["val"]))
-    assert int((tokens == data.eot_id).sum()) == 1 + (1 if name.startswith("text") else 3)
+    assert int((tokens == data.eot_id).sum()) == 1 + {"t": 1, "l": 2}.get(name[0], 3)
     assert data.validation_text() == text.encode()
     assert int(batches[0]["input_ids"][0, 0]) == data.eot_id  # before the first token
 

@@ -290,10 +290,6 @@ class ScalesAndMultipliesInFp8(MixedPrecision):
         self.fp8_layers = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
         return module
 
-    def layer_stats(self, layer: Any, x: Tensor) -> dict[str, Tensor]:
-        names = ("input_amax", "weight_amax", "input_underflow", "weight_underflow")
-        return dict(zip(names, (x.amax(), layer.weight.amax(), x.amin(), layer.weight.amin()), strict=True))
-
 
 class NoGradThatClears(torch.autograd.no_grad):
     def __exit__(self, *error: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from harness.device_reads import watching_reads
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader
 
-from lightning_tricks._device_waits import watching_reads
 from lightning_tricks._trainer import logging_step
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 

@@ -58,7 +58,6 @@ EXAMPLES: dict[str, list[dict]] = {
     "LMEval": [],  # needs lm_eval: tests/outputs/test_lm_eval.py
     "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
     "SampleText": [{"max_new_tokens": 2}],
-    "ShadowGradient": [{"every_n_steps": 1}],
     "UpdateMonitor": [{"max_elements": 5}],  # so that it samples
 }
 MEASURED = ("throughput/", "memory/", "goodput/")  # logged values that no two runs share

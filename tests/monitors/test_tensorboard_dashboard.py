@@ -80,31 +80,17 @@ def test_what_is_recorded_of_the_inside_gets_a_chart_a_kind():
     assert list(layout("train/loss", "val/loss", ["train/lr"])) == ["Run"]
 
 
-SCALING, IN_FP8 = ("loss_scale", "skipped_steps"), ("fp8_share", "fp8_underflow_max")
-OF_A_LAYER = ["input_amax", "input_underflow", "weight_amax", "weight_underflow"]
-
-
 def test_loss_scaling_and_fp8_have_their_charts():
-    names = [f"precision/{name}" for name in (*SCALING, *IN_FP8, "other")] + ["train/lr", "xfp8/h.0/input_amax"]
-    names += [f"fp8/{layer}.q/{name}" for layer in ("h.0", "h.1") for name in OF_A_LAYER]
+    names = [f"precision/{name}" for name in ("loss_scale", "skipped_steps", "fp8_share", "other")] + ["train/lr"]
     whole = layout("train/loss", "val/loss", names)
     run = charts({"": whole["Run"]}, names)
     assert list(run)[-2:] == ["loss scale", "skipped steps"]
     assert (run["loss scale"], run["skipped steps"]) == (["precision/loss_scale"], ["precision/skipped_steps"])
-    assert charts({"": whole["Inside the model"]}, names) == {
-        "fp8: share": ["precision/fp8_share"],
-        "fp8: underflow": [
-            "precision/fp8_underflow_max", "fp8/h.0.q/input_underflow", "fp8/h.0.q/weight_underflow",
-            "fp8/h.1.q/input_underflow", "fp8/h.1.q/weight_underflow",
-        ],
-        "fp8: amax": [
-            "fp8/h.0.q/input_amax", "fp8/h.0.q/weight_amax", "fp8/h.1.q/input_amax", "fp8/h.1.q/weight_amax",
-        ],
-    }  # fmt: skip
+    assert charts({"": whole["Inside the model"]}, names) == {"fp8: share": ["precision/fp8_share"]}
 
 
 def test_what_was_not_recorded_of_a_precision_has_no_chart():
-    only_share = layout("train/loss", "val/loss", (name for name in ["precision/fp8_share", "xfp8/h.0/input_amax"]))
+    only_share = layout("train/loss", "val/loss", (name for name in ["precision/fp8_share"]))
     assert list(only_share["Inside the model"]) == ["fp8: share"]
     assert "loss scale" not in only_share["Run"]
     assert list(layout("train/loss", "val/loss", ["precision/loss_scale"])) == ["Run"]
@@ -289,20 +275,17 @@ def test_the_tab_shows_what_a_precision_records(tmp_path):
             self.fp8_layers = {"layer": module.layer}
             return module
 
-        def layer_stats(self, layer, given):
-            return {name: torch.tensor(0.5) for name in OF_A_LAYER}
-
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plugins = [Plugin("16-mixed", "cpu", scaler=scaler)]
     train(tmp_path, 12, PrecisionMonitor(), plugins=plugins)
     (drawn,) = layouts(tmp_path)
     tabs = {category.title: [chart.title for chart in category.chart] for category in drawn.category}
     assert tabs["Run"][-2:] == ["loss scale", "skipped steps"]
-    assert tabs["Inside the model"] == ["fp8: share", "fp8: underflow", "fp8: amax"]
+    assert tabs["Inside the model"] == ["fp8: share"]
     assert points(tmp_path / "run", "precision/loss_scale") == [(step, 8.0) for step in range(12)]
     shown = {tag for category in drawn.category for chart in category.chart for tag in chart.multiline.tag}
-    recorded = {tag for tag in events(tmp_path / "run").Tags()["scalars"] if tag.startswith(("fp8/", "precision/"))}
-    assert len(recorded) == 8
+    recorded = {tag for tag in events(tmp_path / "run").Tags()["scalars"] if tag.startswith("precision/")}
+    assert len(recorded) == 3
     assert all(any(re.match(tag, name) for tag in shown) for name in recorded)
 
 

@@ -27,7 +27,6 @@ from lightning_tricks import (
     EMA,
     BatchSizeWarmup,
     BF16True,
-    DecayOnDemand,
     ExactResume,
     FP16Mixed,
     FSDP2Strategy,
@@ -41,7 +40,6 @@ from lightning_tricks import (
     RunLedger,
     SafeCheckpoint,
     ScheduleFree,
-    ShadowGradient,
     SpikeRollback,
     StepGuard,
     TailAverage,
@@ -61,7 +59,7 @@ from lightning_tricks.metrics.step_loss import LOSS
 from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 ROWS, LENGTH, STEPS = 4, 8, 10
-NOT_FINITE, TOO_HIGH, ASKED_TO_DECAY = 2, (5, 6), 4  # steps
+NOT_FINITE, TOO_HIGH = 2, (5, 6)  # steps
 COPY_EVERY = 2  # steps between the copies of SpikeRollback
 # and between saves, by the step of the kill: in the spike, what a lost copy held must be in a checkpoint as well
 SAVE_EVERY = {3: 2, 6: COPY_EVERY, 8: 4}
@@ -189,15 +187,6 @@ class Kill(pl.Callback):
         trainer.strategy.barrier()
 
 
-class AskToDecay(pl.Callback):
-    """Write the file that DecayOnDemand looks for, at one step of each run that has none yet."""
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        file = Path(trainer.default_root_dir, "decay")
-        if trainer.global_step == ASKED_TO_DECAY and trainer.is_global_zero and not file.exists():
-            file.write_text("5")
-
-
 class LossesByHand(pl.Callback):
     """What `StepLoss` has for each step, beside the value from the sums that each rank's module has noted."""
 
@@ -273,13 +262,11 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "TotalTokens": lambda: TotalTokens(
             STEPS * step_tokens - warm_up, micro_batch_tokens if row["ExactResume"] else None
         ),
-        "DecayOnDemand": DecayOnDemand,
         "ExactResume": ExactResume,
         "Preemption": Preemption,
         "RunLedger": lambda: RunLedger(str(folder / "ledger.jsonl"), cover_weights_in_steps=2),
         "MFUMonitor": lambda: MFUMonitor(peak_flops=1e12),  # else each process measures that of its CPU
         "GradNormMonitor": GradNormMonitor,
-        "ShadowGradient": lambda: ShadowGradient(every_n_steps=3),
     }
     saving = {"dirpath": folder / "checkpoints", "every_n_train_steps": SAVE_EVERY[row["killed"]]}
     saver = (
@@ -288,7 +275,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         else pl.callbacks.ModelCheckpoint(**saving, filename="{step}", save_top_k=-1, save_last="link")
     )
     ours = [make() for name, make in makers.items() if row[name]]
-    return [*ours, saver, Poison(), LossesByHand(), Ends(), *([AskToDecay()] if row["DecayOnDemand"] else [])]
+    return [*ours, saver, Poison(), LossesByHand(), Ends()]
 
 
 def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]:
@@ -325,8 +312,6 @@ def fit(
     schedule = (
         WarmupConstant(warmup_steps=2) if row["ScheduleFree"] else WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
     )
-    if row["DecayOnDemand"]:
-        schedule = WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
     remembers = row["SafeCheckpoint"] or row["ExactResume"]  # the random state
     options = {"tokens": row["tokens"], "schedule": schedule}
     model = Model(0.1 if remembers else 0.0, row["StepGuard"], **options, optimizer=optimizer_of(row))

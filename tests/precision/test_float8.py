@@ -21,7 +21,6 @@ from lightning_tricks.models import Decoder
 from lightning_tricks.optim import param_roles
 from lightning_tricks.precision.float8 import float8 as float8_module
 from lightning_tricks.precision.float8.layers import choose_layers, too_small
-from lightning_tricks.precision.float8.linear import e4m3_scale, underflow
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 WIDE = Llama(vocab_size=61, d_model=32, n_layers=1, n_heads=1, max_seq_len=16)  # all dimensions multiples of 32
@@ -250,40 +249,6 @@ def test_evaluation_in_bf16_is_plain_and_takes_any_number_of_tokens():
     assert torch.equal(layer.eval()(rows), expected)
     with pytest.raises(UsageError, match="7 tokens"):
         layer.train()(rows)
-
-
-# --- statistics ---
-
-
-def test_stats_by_hand():
-    own = plugin()
-    own.convert_module(holder := nn.Sequential(linear(16, 16), nn.Linear(16, 16)))
-    layer = holder[0]
-    with torch.no_grad():
-        layer.weight.zero_()
-        layer.weight[0, :4] = torch.tensor([448.0, 2**-9, 2**-10, 1.0])  # 2^-10 lies halfway to 0, and rounds to even
-    rows = torch.zeros(16, 16)
-    rows[0, :3], rows[1, 0] = torch.tensor([896.0, 2**-8, 2**-9]), 1e-9
-    stats = own.layer_stats(layer, rows)
-    assert {name: value.item() for name, value in stats.items()} == {
-        "input_amax": 896.0, "input_underflow": 0.5, "weight_amax": 448.0, "weight_underflow": 0.25,
-    }  # fmt: skip
-    assert all(value.shape == () for value in stats.values())
-    for tokens in (16, 0):  # a mixture's expert may have no tokens, and a rank no rows of a small weight
-        stats = own.layer_stats(layer, torch.zeros(tokens, 16))
-        assert (stats["input_amax"].item(), stats["input_underflow"].item()) == (0.0, 0.0)
-
-
-def test_scales_differ_by_recipe():
-    values = torch.ones(2, 64)
-    values[0, 0], values[1, 32] = 448 * 2.0**11, 0.75
-    assert e4m3_scale(values, "tensorwise").item() == 2.0**-11
-    assert e4m3_scale(values, "rowwise").tolist() == [[2.0**-11], [256.0]]
-    assert e4m3_scale(values, "mxfp8")[:, [0, 31, 32, 63]].tolist() == [[2.0**-11] * 2 + [256.0] * 2, [256.0] * 4]
-    lost = {recipe: underflow(values, e4m3_scale(values, recipe)).item() for recipe in RECIPES}
-    assert lost == pytest.approx(
-        {"tensorwise": 127 / 128, "rowwise": 63 / 128, "rowwise_with_gw_hp": 63 / 128, "mxfp8": 31 / 128}
-    )
 
 
 def test_a_share_counts_every_linear_layer():

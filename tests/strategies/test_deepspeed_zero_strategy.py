@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.callbacks import BatchSizeWarmup, DecayOnDemand, StepGuard
+from lightning_tricks.callbacks import BatchSizeWarmup, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.record import damage, read_record
@@ -40,7 +40,6 @@ from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import BF16True
-from lightning_tricks.schedules import WarmupStableDecay
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
 from lightning_tricks.strategies.deepspeed import settings as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
@@ -196,20 +195,6 @@ def growing(world: int) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": 6, "callbacks": [warmup]}
 
 
-def ask(trainer: pl.Trainer, *_: Any) -> None:
-    """A signal to one rank, in a step."""
-    if trainer.global_step == 3 and trainer.global_rank == 1:
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-
-def decaying(rank: int, schedule: WarmupStableDecay, *callbacks: Any, **options: Any) -> dict[str, list[float]]:
-    """A run of two processes that decays by its schedule, or because it is asked to."""
-    model, data = language_model(), [*token_batches(rank, 2)] * 2
-    model.schedule = schedule
-    loader = DataLoader(data, batch_size=None)
-    return fit(model, DeepSpeedZeROStrategy(2), 2, loader, callbacks=list(callbacks), **options)
-
-
 def one_process() -> dict[str, Any]:
     """What the runs of two processes are compared with."""
     runs: dict[str, Any] = {"tokens": fit(language_model(), data=token_batches())}
@@ -260,10 +245,6 @@ def two_process_runs(rank: int, folder: str) -> None:
 
     for stage in (1, 2, 3):
         stage_runs(case, losses, stage, rank, Path(folder))
-    wsd, demand = WarmupStableDecay(warmup_steps=1, decay_steps=4), DecayOnDemand(decay_steps=3)
-    asks = runs.On(on_before_zero_grad=ask)
-    case("demanded", lambda: decaying(rank, wsd, demand, asks, max_steps=19, default_root_dir=folder))
-    case("in one piece", lambda: decaying(rank, wsd.decaying_from(4), max_steps=7))
     refused_runs(case, losses, Path(folder))
     saving_runs(case, losses, rank, Path(folder))
     results["compiled"] = Path(folder, "extensions").exists()
@@ -576,13 +557,6 @@ def test_the_mean_over_tokens_is_that_of_one_process_in_windows_of_any_length_an
     if case == "growing":
         assert expected["train/batch_micro_batches"] == [1, 1, 1, 2, 2, 2]
         assert found["train/batch_micro_batches"] == [2, 2, 2, 4, 4, 4]
-
-
-def test_a_decay_on_demand_is_the_run_in_one_piece(zero):
-    found, expected = zero("demanded"), zero("in one piece")
-    assert len(expected["train/loss"]) == 7
-    for name in ("train/loss", "train/lr", "train/grad_norm"):
-        assert found[name] == expected[name]
 
 
 @STAGES

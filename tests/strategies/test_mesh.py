@@ -115,7 +115,7 @@ def differences(here: Found, one: Found, bounds: Bounds, flops: int = 0) -> list
             lines.append(f"weight {name} moved otherwise by {gap:.1e}")
     if here.ledger != one.ledger:
         lines.append(f"the sum of the weights in the ledger is {here.ledger} in place of {one.ledger}")
-    for name in [*SAME, *(name for name in one.logged if name.startswith(("attention/", "fp8/")))]:
+    for name in [*SAME, *(name for name in one.logged if name.startswith("attention/"))]:
         mine, theirs = here.logged.get(name, []), one.logged.get(name, [])
         more = flops if name == "model_flops_per_second" else 0
         if len(mine) != len(theirs) or any(

@@ -1,7 +1,4 @@
-"""`autopsy`: rank the documents of one optimizer step's batch by how far each stands out.
-
-From the first to the last: `documents`, `gradients`, `report`, `autopsy`.
-"""
+"""`autopsy`: the documents of one optimizer step's batch by their loss. Read `documents` first, then `autopsy`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,7 @@ from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 
 NAME = "autopsy"
-HELP = "rank the documents of one optimizer step: --ckpt_path FILE --step N"
+HELP = "the documents of one optimizer step by their loss: --ckpt_path FILE --step N"
 NEEDS = "a Trainer"
 
 
@@ -26,16 +23,16 @@ def run(
     json: str | None = None,
     weights_only: bool | None = None,
 ) -> None:
-    """Rank the documents of one optimizer step's batch by how far each stands out.
+    """List the documents of one optimizer step's batch by their loss, the highest first.
 
     Args:
         model: of the recipe.
         datamodule: of the recipe.
-        trainer: of one process, with the recipe's length and clip.
+        trainer: of one process, with the recipe's length.
         step: the optimizer step, as the logs and StepGuard count: the first is step 0.
         ckpt_path: the weights to use, a checkpoint or last; the step began with those of a checkpoint of this step.
         top: documents to print.
-        json: file for all figures of all documents.
+        json: file for all documents.
         weights_only: as in torch.load.
     """
     from lightning_tricks.commands.autopsy.autopsy import autopsy
@@ -53,8 +50,6 @@ def run(
         step,
         device=trainer.strategy.root_device,
         max_steps=trainer.max_steps,
-        clip_val=trainer.gradient_clip_val,
-        clip_algorithm=trainer.gradient_clip_algorithm,
         weights_only=weights_only,
     )
     say(*report.table(top).split("\n"))

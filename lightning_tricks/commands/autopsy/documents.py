@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
-from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches, document_ids
+from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
 
 Runs = list[tuple[int, int]]  # first and last position of each unbroken run of samples
 
@@ -102,13 +102,6 @@ class Document:
     def tokens(self) -> int:
         """Number of its tokens, each of which has a loss."""
         return self.stop - self.first
-
-    def alone(self, row: Batch) -> Batch:
-        """Its row of the batch up to its end, with the labels of the other documents ignored: all (1, stop)."""
-        batch = {name: values[:, : self.stop] for name, values in row.items()}
-        labels = torch.full_like(batch["labels"], IGNORED)
-        labels[:, self.first :] = batch["labels"][:, self.first :]
-        return {**batch, "labels": labels}
 
 
 def rows_of(rows: TrainBatches, runs: Runs) -> tuple[list[int], list[Batch]]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_tricks._device_waits import lies_on_host
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._quote import say
@@ -349,7 +348,7 @@ class Agreement:
         self._group = self._pending = None
 
     def _start(self, number: int) -> None:
-        tensor = lies_on_host(torch.tensor([number], dtype=torch.int32, device="cpu"))
+        tensor = torch.tensor([number], dtype=torch.int32, device="cpu")
         self._pending = dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True), tensor
 
     def _finish(self) -> int:

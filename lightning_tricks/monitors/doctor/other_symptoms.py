@@ -188,7 +188,7 @@ def low_mfu(log: RunLog) -> Iterator[Finding]:
             "low_mfu", "note", "hypothesis", f"the median of {log.name('mfu')} is {np.median(mfu):.1%}",
             "steps too small for the device, no compilation, waits between kernels, or fp32 products",
             "a larger --data.micro_batch_size, --model.compile_blocks auto, --trainer.plugins AutoPrecision; "
-            "sync-audit names waits", logged_names(log, "mfu"),
+            "torch.cuda.set_sync_debug_mode names waits", logged_names(log, "mfu"),
         )  # fmt: skip
 
 

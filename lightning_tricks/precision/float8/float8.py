@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -178,22 +178,6 @@ class Float8(pl.plugins.Precision):
         if self._scales is not None:
             self._scales.forget()
         self._base.teardown()
-
-    @torch.no_grad()
-    def layer_stats(self, layer: nn.Linear, input: Tensor) -> dict[str, Tensor]:
-        """The effect of rounding to fp8 on a layer's input and weight, with the recipe's scales.
-
-        Args:
-            layer: one of `fp8_layers`.
-            input: of the layer, (..., in_features).
-
-        Returns:
-            0-dim tensors on the input's device: `input_amax`, `weight_amax` (largest magnitudes); `input_underflow`,
-            `weight_underflow` (share of the nonzero elements that become zero). For a sharded weight, those of this
-            rank's shard; while it is not gathered, or tensor ranks share the layer, every rank must call.
-        """
-        shard = None if self._scales is None else self._scales.shards.get(layer)
-        return _load_linear().layer_stats(layer, input, shard, self.recipe)
 
     def _is_mine(self, layer: nn.Module) -> bool:
         return getattr(layer, "fp8", None) is self._settings

@@ -1,4 +1,4 @@
-"""The layers that multiply in fp8, by torchao; weights that FSDP2 gathers in fp8; the values that rounding loses.
+"""The layers that multiply in fp8, by torchao; weights that FSDP2 gathers in fp8.
 
 Only `Float8` imports this module, when it has found torchao.
 """
@@ -19,9 +19,6 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import autocasts, matmul_dtype, sharded_like
-
-_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
-_SMALLEST_AMAX = 1e-12  # torchao's floor for a largest magnitude
 
 # torchao does not export its class, but its public function returns an object of it
 _Base: Any = type(convert_to_float8_training(nn.Linear(16, 16, device="meta")))
@@ -222,74 +219,3 @@ def _save_plain(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 def _local(weight: Any) -> Any:
     return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
-def layer_stats(layer: nn.Linear, input: Tensor, shard: Any, recipe: str) -> dict[str, Tensor]:
-    """See `Float8.layer_stats`; `shard` is that of a weight which FSDP2 gathers in fp8, or None."""
-    if isinstance(input, DTensor):  # of a layer that tensor ranks share: a scale is that of whole rows
-        input = input.full_tensor()
-    of_input = _stats("input", input.to(matmul_dtype(input)), None, recipe)
-    return of_input | _stats("weight", *_weight_and_scale(layer.weight, shard, recipe), recipe)
-
-
-def _stats(name: str, values: Tensor, scale: Tensor | None, recipe: str) -> dict[str, Tensor]:
-    if values.numel() == 0:  # this rank has no rows of the weight
-        return {f"{name}_amax": values.new_zeros((), dtype=torch.float32), f"{name}_underflow": values.new_zeros(())}
-    scale = e4m3_scale(values, recipe) if scale is None else scale
-    return {f"{name}_amax": values.float().abs().amax(), f"{name}_underflow": underflow(values, scale)}
-
-
-def _weight_and_scale(weight: Any, shard: Any, recipe: str) -> tuple[Tensor, Tensor | None]:
-    """The elements of a weight on this rank, and their scale if it depends on elements of other ranks too.
-
-    `tensorwise` has one scale for a whole weight, which may be divided: every rank must call.
-    """
-    gathered = _local(weight)
-    if hasattr(gathered, "_scale"):  # gathered in fp8
-        return _elements(shard), gathered._scale
-    if not isinstance(weight, DTensor):
-        return weight, None
-    if recipe == "tensorwise":
-        amax: Any = weight.detach().abs().amax()
-        return _elements(weight), e4m3_scale(amax.full_tensor(), recipe)
-    if any(placement.is_shard(1) for placement in weight.placements):  # each rank has a part of each row
-        whole: Any = weight.detach()
-        return whole.full_tensor(), None
-    return _elements(weight), None
-
-
-def _elements(shard: Any) -> Tensor:
-    return getattr(shard._local_tensor, "_tensor", shard._local_tensor)
-
-
-def e4m3_scale(values: Tensor, recipe: str) -> Tensor:
-    """The factor by which `recipe` multiplies `values` before it rounds them to E4M3 in a forward pass.
-
-    Args:
-        values: (..., in_features): a layer's input or weight.
-        recipe: `tensorwise`: one scale, which makes the largest magnitude 448. `rowwise` and `rowwise_with_gw_hp`: one
-            for each row, rounded down to a power of two. `mxfp8`: such a scale for each 32 elements of a row.
-
-    Returns:
-        fp32, of a shape that multiplies `values`.
-    """
-    magnitude = values.float().abs()
-    if recipe == "tensorwise":
-        return _E4M3_MAX / magnitude.amax().clamp(min=_SMALLEST_AMAX)
-    if recipe == "mxfp8":
-        amax = magnitude.unflatten(-1, (-1, 32)).amax(-1)
-        return _power_of_two_below(_E4M3_MAX / amax.clamp(min=_SMALLEST_AMAX)).repeat_interleave(32, -1)
-    return _power_of_two_below(_E4M3_MAX / magnitude.amax(-1, keepdim=True).clamp(min=_SMALLEST_AMAX))
-
-
-def underflow(values: Tensor, scale: Tensor) -> Tensor:
-    """The share of the nonzero elements of `values` that become zero in E4M3, a 0-dim tensor; 0 without any."""
-    nonzero = values != 0
-    rounded = (values.float() * scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    lost = nonzero & (rounded.float() == 0)
-    return lost.sum().float() / nonzero.sum().clamp(min=1)
-
-
-def _power_of_two_below(scale: Tensor) -> Tensor:
-    mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(mantissa), exponent - 1)

@@ -1,16 +1,12 @@
-"""Waits for the device: which calls are seen, in which line, that nothing is left behind; and CUDA's words."""
+"""The helper of the tests that find no wait for the device: which calls it sees, and that it leaves nothing behind."""
 
-import dis
 import math
-import sys
 import threading
-import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
-
-from lightning_tricks._device_waits import call_in, lies_on_host, own_frame, watching_reads, watching_waits
+from harness.device_reads import watching_reads
 
 X = torch.tensor([0.25, 1.0, 2.0])
 ROW = torch.arange(3)
@@ -61,7 +57,6 @@ READS = {  # a read, and its name
     "fill by mask": (lambda: set_by_mask(0.0), None),
     "equal repeats": (lambda: X.repeat_interleave(2), None),
     "repeats of known length": (lambda: X.repeat_interleave(ROW, output_size=3), None),
-    "of the host": (lambda: lies_on_host(torch.tensor(3)).item(), None),
     "adamw's step": (lambda: adamw_step(), None),
     "without data": (lambda: repr(torch.empty(2, device="meta")), None),
 }  # fmt: skip
@@ -138,102 +133,3 @@ def test_compiled_code_stays_one_graph_and_reads_between_graphs_are_seen():
         breaks(X)
     assert [call for call, _ in found] == ["bool()", "torch.nonzero()"] * 2
     torch._dynamo.reset()
-
-
-# ---------------------------------------------------------------------------------------------------- CUDA's own words
-
-
-def here(*_):
-    """The words for the call that the caller is in."""
-    return call_in(sys._getframe(1))
-
-
-class Asks:
-    """Its conditions, subscripts and calls give the words for themselves."""
-
-    def __init__(self):
-        self.words = []
-
-    def ask(self, *_):
-        self.words.append(call_in(sys._getframe(1)))
-        return True
-
-    __bool__ = __getitem__ = __setitem__ = __contains__ = ask
-
-    def __format__(self, _):
-        self.words.append(call_in(sys._getframe(1)))
-        return ""
-
-
-def test_a_call_is_named_by_its_source():
-    asks = Asks()
-    if asks:
-        pass
-    _ = 1 if asks else 2
-    _ = not asks
-    _ = asks[0]
-    asks[0] = 1
-    _ = 1 in asks
-    _ = f"{asks:3}"
-    asks.ask(
-        1,
-    )
-    bool(asks)
-    assert asks.words == [
-        "bool()", "bool()", "bool()", "[mask]", "[mask] =", "in", "format()", ".ask()", "bool()",
-    ]  # fmt: skip
-    assert here() == "here()"
-
-
-def test_without_its_source_a_call_is_named_by_its_instruction():
-    scope = {"here": here}
-    exec(compile("found = here()", "no such file", "exec"), scope)
-    assert scope["found"] in {name.lower() for name in dis.opmap}
-
-
-def test_the_own_frame_lies_outside_torch_and_pythons_library():
-    found = []
-
-    class Tells(torch.nn.Module):
-        def forward(self, x):
-            found.append(own_frame(sys._getframe(1)))
-            return x
-
-    torch.nn.Sequential(Tells())(X)
-    ((frame, inner),) = found
-    assert (frame.f_code.co_name, inner) == (
-        "test_the_own_frame_lies_outside_torch_and_pythons_library", "_wrapped_call_impl",
-    )  # fmt: skip
-
-
-class Cuda:
-    """Stands for CUDA's debug mode: `read` warns as torch does where the mode says so."""
-
-    mode = 0
-
-    def set(self, mode):
-        self.mode = {"warn": 1}.get(mode, mode)
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
-
-    def read(self):
-        if self.mode:
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
-
-
-def test_cudas_warnings_become_notes_and_others_stay_warnings(monkeypatch):
-    cuda, found, others = Cuda(), [], []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: cuda.mode)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", cuda.set)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: others.append(str(message)))
-    with watching_waits(lambda call, frame: found.append((call, frame.f_code.co_name)), torch.device("cuda")):
-        for _ in range(2):
-            cuda.read()
-        torch.cuda.synchronize()
-        warnings.warn("one of its own", stacklevel=1)
-    cuda.read()
-    torch.cuda.synchronize()
-    assert others == ["one of its own"]
-    assert [call for call, _ in found] == [".warn()"] * 2 + ["synchronize()"]  # `warn`: this class warns from Python
-    assert {place for _, place in found} == {"read", "test_cudas_warnings_become_notes_and_others_stay_warnings"}
-    assert cuda.mode == 0
