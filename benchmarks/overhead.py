@@ -51,7 +51,7 @@ _MICRO = (
     f"{DATA}.vocab_size", "64", f"{DATA}.seq_len", "16", f"{DATA}.micro_batch_size", "1",
     "--trainer.plugins", "null", "--trainer.precision", "32-true", "--trainer.log_every_n_steps",
 )  # fmt: skip
-_WATCHED = ("stock_watched", "ours", "ours_lean", "ours_watched", "ours_watched_lean")
+_WATCHED = ("stock_watched", "ours", "ours_watched")
 _FEW = ("bare", "bare_again", "stock", "ours_loader", "ours_watched")
 
 SIZES = {

@@ -20,7 +20,6 @@ from lightning_tricks.callbacks import (
     GoodputMonitor,
     GradNormMonitor,
     HangWatchdog,
-    LeanLoop,
     MemoryMonitor,
     RunLedger,
     ShadowGradient,
@@ -66,7 +65,7 @@ def fit(folder, accumulate, *callbacks):
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), ShadowGradient(), TensorBoardDashboard(), TrainingProgressBar(),
-            LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
+            StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
             DecayOnDemand(), DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip

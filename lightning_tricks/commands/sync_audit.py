@@ -46,7 +46,7 @@ _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to
 _FILE_LOGGERS = ("TensorBoardLogger", "CSVLogger")  # that write to a folder and nowhere else
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 _LIGHTNINGS_OWN = (*_LIGHTNING, "lightning.fabric.", "lightning_fabric.", "lightning_utilities.")
-_HOOK_CALLERS = (*(f"{package}trainer.call" for package in _LIGHTNING), "lightning_tricks.guards.lean_loop")
+_HOOK_CALLERS = tuple(f"{package}trainer.call" for package in _LIGHTNING)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

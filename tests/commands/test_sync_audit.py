@@ -17,7 +17,7 @@ from harness.runs import On
 from jsonargparse import Namespace
 from torch import nn
 
-from lightning_tricks import LeanLoop, MetricBuffer, __main__, sync_audit
+from lightning_tricks import MetricBuffer, __main__, sync_audit
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.commands.sync_audit import SyncAudit, SyncReport, Wait
@@ -176,12 +176,11 @@ def test_lightnings_progress_bar_waits_for_the_values_that_it_shows():
     assert all(report.between(wait) for wait in found)
 
 
-@pytest.mark.parametrize("lean", [[], [LeanLoop()]], ids=["Lightning's loop", "LeanLoop"])
-def test_a_quiet_module_waits_for_nothing_between_log_steps_and_a_buffer_at_log_steps(lean):
+def test_a_quiet_module_waits_for_nothing_between_log_steps_and_a_buffer_at_log_steps():
     def measure(trainer, module, *_):
         MetricBuffer.of(trainer).record("loss", module.net.weight.sum())
 
-    report = audit(Quiet(), On(setup=lambda trainer, *_, **__: MetricBuffer.of(trainer)), On2(measure), *lean)
+    report = audit(Quiet(), On(setup=lambda trainer, *_, **__: MetricBuffer.of(trainer)), On2(measure))
     assert report.between_log_steps == 0
     flushes = [wait for wait in report.waits if wait.hook == "MetricBuffer.on_train_batch_end"]
     assert flushes
@@ -193,11 +192,6 @@ class On2(pl.Callback):
 
     def __init__(self, act):
         self.on_train_batch_end = act
-
-
-def test_hooks_are_named_under_leanloop_too():
-    report = audit(Waits(), Careless(), LeanLoop())
-    assert {hook for _, _, hook, *_ in PLANTED.values()} <= {wait.hook for wait in report.waits}
 
 
 class Looks(torch.utils.data.Dataset):
@@ -331,7 +325,7 @@ def test_the_verdict_counts_waits_and_steps():
 
 MONITORS = """\
   callbacks: [GradNormMonitor, MemoryMonitor, ActivationMonitor, UpdateMonitor, AttentionMonitor, GoodputMonitor,
-    PrecisionMonitor, TensorBoardDashboard, RunLedger, StepGuard, LeanLoop,
+    PrecisionMonitor, TensorBoardDashboard, RunLedger, StepGuard,
     {class_path: MFUMonitor, init_args: {peak_flops: 1.0e+12}},
     {class_path: SafeCheckpoint, init_args: {every_n_train_steps: 2}}]
   logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
