@@ -83,7 +83,7 @@ def run_once(size: Size, contender: str, shards: str, folder: Path) -> tuple[flo
     """Train once; median wall and CPU seconds a step, and the precision that was used."""
     common = (
         "--trainer.logger.init_args.save_dir", str(folder / "logs"), "--trainer.accelerator", "cpu",
-        "--model.init_args.compile_blocks", "false",  # the recipe's `auto` would measure, and choose for ours alone
+        "--model.init_args.compile_blocks", "false",  # the hand-written loops take `auto` for true
     )  # fmt: skip
     stamps: list[Stamp] = []
 
