@@ -19,7 +19,6 @@ from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
-    LeanLoop,
     MemoryMonitor,
     TensorBoardDashboard,
     UpdateMonitor,
@@ -218,26 +217,12 @@ def run_ours_with_loader(cli: RecipeCLI, batches: Iterable[Batch], count: int, m
     return run_ours(cli, None, count, mark)
 
 
-def run_ours_lean(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
-    """The recipe with LeanLoop."""
-    trainer: Any = cli.trainer
-    trainer.callbacks = [*trainer.callbacks, LeanLoop()]
-    return run_ours(cli, batches, count, mark)
-
-
-def run_ours_watched(
-    cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark, callbacks: tuple[pl.Callback, ...] = ()
-) -> Decoder:
+def run_ours_watched(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
     """The recipe with every monitor there is and the dashboard."""
     monitors = (MemoryMonitor(), ActivationMonitor(), UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard())
     trainer: Any = cli.trainer
-    trainer.callbacks = [*trainer.callbacks, *monitors, *callbacks]
+    trainer.callbacks = [*trainer.callbacks, *monitors]
     return run_ours(cli, batches, count, mark)
-
-
-def run_ours_watched_lean(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -> Decoder:
-    """The same with LeanLoop."""
-    return run_ours_watched(cli, batches, count, mark, (LeanLoop(),))
 
 
 CONTENDERS: dict[str, Callable[[RecipeCLI, Iterable[Batch], int, Mark], Decoder]] = {
@@ -246,8 +231,6 @@ CONTENDERS: dict[str, Callable[[RecipeCLI, Iterable[Batch], int, Mark], Decoder]
     "stock": run_stock,
     "stock_watched": run_stock_watched,
     "ours": run_ours,
-    "ours_lean": run_ours_lean,
     "ours_watched": run_ours_watched,
-    "ours_watched_lean": run_ours_watched_lean,
     "ours_loader": run_ours_with_loader,
 }

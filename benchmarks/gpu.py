@@ -50,7 +50,7 @@ CALL_SECONDS = 540.0
 _CLOSING_SECONDS = 5  # before its limit a stage is to end by itself
 _TRIES = 6  # a process that crashes is started again for what it had still to do, so often at most
 # What the project imports on every path; without network these must be there before.
-_NEEDED = ("torch", "lightning", "jsonargparse", "docstring_parser", "typeshed_client", "google_crc32c", "tensorboard",
+_NEEDED = ("torch", "lightning", "jsonargparse", "docstring_parser", "typeshed_client", "tensorboard",
            "tokenizers", "torchmetrics", "tqdm", "PIL", "numpy")  # fmt: skip
 
 

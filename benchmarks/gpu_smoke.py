@@ -24,7 +24,6 @@ from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
     GradNormMonitor,
-    LeanLoop,
     MemoryMonitor,
     MFUMonitor,
     UpdateMonitor,
@@ -156,7 +155,7 @@ class Smoke:
 
     def monitors(self) -> dict[str, Any]:
         watched = [GradNormMonitor(per="block"), MFUMonitor(), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
-                   AttentionMonitor(), LeanLoop()]  # fmt: skip
+                   AttentionMonitor()]  # fmt: skip
         losses, trainer = self.fit(BF16Mixed(), callbacks=[*([Silence()] if self.cuda else []), *watched])
         logged = sorted({name.split("/")[0] for name in trainer.callback_metrics})
         assert {"activations", "attention", "memory", "throughput", "updates"} <= set(logged), logged

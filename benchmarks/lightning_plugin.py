@@ -74,7 +74,6 @@ CALLBACKS: dict[str, Make] = {
     "Preemption": one(lt.Preemption),
     "HangWatchdog": one(lt.HangWatchdog),
     "GCControl": one(lt.GCControl),
-    "LeanLoop": one(lt.LeanLoop),
     "BatchSizeWarmup": one(lt.BatchSizeWarmup, stages={0: 1}),  # one stage: as many micro-batches as without it
 }
 

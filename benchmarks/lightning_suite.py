@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN, AGAIN = "plain", "plain_again"  # Lightning alone; and once more the tests that differ in a mode
 MODES = (
     "monitors", "StepGuard", "SpikeRollback", "EMA", "TailAverage", "ExactResume", "Preemption", "HangWatchdog",
-    "GCControl", "LeanLoop", "BatchSizeWarmup", "SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin",
+    "GCControl", "BatchSizeWarmup", "SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin",
 )  # fmt: skip
 COUNTS_USES = ("SafeCheckpoint", "precision", "BF16Mixed", "GradientClippingMixin")  # in the place of something
 PARTS = ("weights", "optimizers", "random", "steps", "metrics")

@@ -58,7 +58,6 @@ def describe() -> dict[str, Any]:
         "deepspeed",
         "triton",
         "jsonargparse",
-        "isal",
         *_LIBRARIES,
     ):
         try:

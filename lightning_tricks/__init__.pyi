@@ -17,7 +17,6 @@ from lightning_tricks.callbacks import GoodputMonitor as GoodputMonitor
 from lightning_tricks.callbacks import GradNormMonitor as GradNormMonitor
 from lightning_tricks.callbacks import HangWatchdog as HangWatchdog
 from lightning_tricks.callbacks import InitFrom as InitFrom
-from lightning_tricks.callbacks import LeanLoop as LeanLoop
 from lightning_tricks.callbacks import LMEval as LMEval
 from lightning_tricks.callbacks import LRMonitor as LRMonitor
 from lightning_tricks.callbacks import LRScalingRule as LRScalingRule

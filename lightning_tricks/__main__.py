@@ -56,9 +56,6 @@ def run(args: list[str]) -> None:
     # To be set before torch loads its thread pool, whose threads spin while they wait for each other. On two cores,
     # of which another program wanted one, that made tiny.yaml 8 times slower; a hundredth of the spins, 2.6 times.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    from lightning_tricks._torchmetrics_on_demand import load_on_demand
-
-    load_on_demand()
     from lightning_tricks import cli
 
     cli.main(args)

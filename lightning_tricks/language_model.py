@@ -12,7 +12,7 @@ from lightning_tricks._activation_checkpointing import Mode, check_mode
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl, rank_zero_info
 from lightning_tricks._machine import host_bytes
-from lightning_tricks._trainer import is_a, run_facts, run_length, trainer_of, weights_layout
+from lightning_tricks._trainer import is_a, trainer_of, weights_layout
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.callbacks import (
@@ -30,7 +30,6 @@ from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, Token
 from lightning_tricks.mixins._plain_settings import build, setting_of
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
-from lightning_tricks.models.compile_choice import CompileChoice
 from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, decay_groups, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import build_optimizer, check_settings
@@ -38,7 +37,6 @@ from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
 IGNORED = -100
-_AUTO_COMPILED = "auto_compiled"  # in a checkpoint: what `compile_blocks: auto` has chosen
 _MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
 
 
@@ -58,9 +56,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
             None is `none`.
-        compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU, and on a CPU without sharded
-            weights where the rest of the run earns the seconds back, which are measured when training starts; a resumed
-            run goes on as it began.
+        compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU only.
         **kwargs: The arguments of `OptimizerMixin`.
 
     Raises:
@@ -71,7 +67,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     base_config: DecoderConfig
     activation_checkpointing: Mode
     compile_blocks: bool | Literal["auto"]
-    _auto_compiled: bool | None
     decoder: Decoder | None
     token_loss: TokenLoss
     bits_per_byte: BitsPerByte
@@ -108,7 +103,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             if compile_blocks not in (True, False, "auto"):
                 raise UsageError(f"compile_blocks={compile_blocks!r}: give true, false or auto")
             self.compile_blocks = compile_blocks
-            self._auto_compiled = None  # what `auto` has chosen for this run
             self.decoder = None
             self.token_loss, self.bits_per_byte = TokenLoss(), BitsPerByte()
 
@@ -226,30 +220,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if hasattr(data, "data_summary") and stage == "fit":
             rank_zero_info(data.data_summary())
 
-    def on_train_start(self) -> None:
-        """Compile the blocks, where `auto` has to choose, if that pays or the run began so."""
-        super().on_train_start()
-        facts = run_facts(self.trainer)
-        if self.compile_blocks != "auto" or facts.layout != "whole" or self.device.type != "cpu":
-            return
-        assert self.decoder is not None
-        if self._auto_compiled is None:
-            choice: Any = self._choose_to_compile(self.decoder) if facts.rank == 0 else None
-            choice = self.trainer.strategy.broadcast(choice)
-            self._auto_compiled = choice.compiled
-            rank_zero_info(f"compile_blocks=auto: {'compiled' if choice.compiled else 'eager'}: {choice.reason}")
-        if self._auto_compiled:
-            self.decoder.compile_blocks()
-
-    def _choose_to_compile(self, decoder: Decoder) -> CompileChoice:
-        """Whether compiled blocks pay in the rest of the run."""
-        trainer: Any = self.trainer
-        end, data = run_length(trainer), trainer.datamodule
-        steps = None if end is None else end - trainer.global_step
-        rows, length = getattr(data, "micro_batch_size", 1), getattr(data, "seq_len", self.config.max_seq_len)
-        with trainer.precision_plugin.forward_context():
-            return decoder.compile_choice(rows, length, steps and steps * trainer.accumulate_grad_batches)
-
     def flops_per_token(self, seq_len: int, attention: Attention) -> tuple[int, int]:
         """FLOPs of one token's forward and backward pass, and the FLOPs that activation checkpointing adds."""
         again = recompute_flops_per_token(self.config, seq_len, attention, self.activation_checkpointing)
@@ -355,15 +325,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Write the architecture into the checkpoint, in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["decoder_config"] = architecture(self.config)
-        if self._auto_compiled is not None:
-            checkpoint[_AUTO_COMPILED] = self._auto_compiled
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
         self._check_origin(checkpoint, {"init_std", "zero_init_outputs"})  # which are for the first weights only
-        if self._trainer is not None:  # else another run begins, which chooses anew
-            self._auto_compiled = checkpoint.get(_AUTO_COMPILED)
 
     def check_weights(self, checkpoint: dict[str, Any]) -> None:
         """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""

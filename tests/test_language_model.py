@@ -1,6 +1,7 @@
 """LanguageModel: its loss is the mean over tokens whatever the split, its figures are those worked out by hand."""
 
 import math
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks._errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.models import GPT2, Decoder, Llama
-from lightning_tricks.models.compile_choice import CompileChoice
+from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.precision import BF16Mixed, FP16Mixed
 from lightning_tricks.schedules import WarmupLinear
 
@@ -209,29 +209,16 @@ def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch)
     torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_auto_compiles_where_it_pays_and_a_resumed_run_goes_on_as_it_began(pays, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("device", "number"), [("cpu", 0), ("cuda", SHAPE["n_layers"])])
+def test_auto_compiles_on_a_gpu_only(device, number, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
     compiled: list[torch.nn.Module] = []
-
-    def measured(decoder, rows, length, calls):
-        asked.append(calls)
-        return CompileChoice(pays, "measured")
-
-    asked: list[int] = []
-    monkeypatch.setattr(Decoder, "compile_choice", measured)
     model = make(compile_blocks="auto")
-    fit(model, split(ragged(8), 2), max_steps=2, accumulate_grad_batches=2).save_checkpoint(tmp_path / "a.ckpt")
-    assert asked == [4]  # micro-batches of two steps
-    assert compiled == (list(model.decoder.blocks) if pays else [])
-    compiled.clear()
-    later = make(compile_blocks="auto")
-    fit(later, split(ragged(8), 2), max_steps=3, ckpt_path=tmp_path / "a.ckpt")
-    assert asked == [4]
-    assert compiled == (list(later.decoder.blocks) if pays else [])
-    other = LanguageModel.load_from_checkpoint(tmp_path / "a.ckpt", compile_blocks="auto", optimizer=sgd)
-    fit(other, split(ragged(8), 2))
-    assert asked == [4, 1]  # another run, for which it is measured anew
+    model._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device), precision_plugin=None))
+    model.configure_model()
+    assert compiled == list(model.decoder.blocks)[:number]
+    with pytest.raises(UsageError, match="compile_blocks='yes': give true, false or auto"):
+        make(compile_blocks="yes")
 
 
 def test_a_strategy_that_leaves_the_sharding_to_the_module_is_refused():

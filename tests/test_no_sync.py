@@ -19,7 +19,6 @@ from lightning_tricks.callbacks import (
     GoodputMonitor,
     GradNormMonitor,
     HangWatchdog,
-    LeanLoop,
     MemoryMonitor,
     RunLedger,
     StepGuard,
@@ -64,7 +63,7 @@ def fit(folder, accumulate, *callbacks):
         accelerator="cpu", callbacks=[
             *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
             UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
-            LeanLoop(), StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
+            StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
             DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
         ],
     )  # fmt: skip

@@ -195,42 +195,6 @@ def test_lightning_file_is_of_the_package_that_the_trainer_is_of():
     assert _trainer.lightning_file(other.Trainer(logger=False, accelerator="cpu"), "trainer").Trainer is other.Trainer
 
 
-def test_the_hook_callers_call_all_hooks_and_the_signature_check_is_asked():
-    heard: dict[str, set[str]] = {}
-    trainer = trainer_with(On())
-
-    def spy(file: Any, name: str) -> Any:
-        original = getattr(file, name)
-
-        def call(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-            heard.setdefault(name, set()).add(second)
-            return original(first, second, *args, **kwargs)
-
-        return replaced(file, name, call)
-
-    call, loop = (_trainer.lightning_file(trainer, name) for name in ("trainer.call", "loops.training_epoch_loop"))
-    callbacks, module, strategy = _trainer.HOOK_CALLERS
-    with spy(call, callbacks), spy(call, module), spy(call, strategy), spy(loop, _trainer.SIGNATURE_CHECK):
-        trainer.fit(model_with(), data())
-    assert {"on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"} <= heard[callbacks]
-    assert {"on_train_batch_start", "optimizer_step", "configure_gradient_clipping"} <= heard[module]
-    assert {"training_step", "backward"} <= heard[strategy]
-    assert heard[_trainer.SIGNATURE_CHECK] == {"batch_idx"}
-
-
-def test_by_the_running_hook_the_module_decides_whether_it_may_log():
-    names = []
-
-    def rename(module: Any, batch: Any) -> None:
-        names.append(_trainer.set_running_hook(module, "on_fit_start"))
-        with pytest.raises(Exception, match=r"can't `self.log\(\)` inside `on_fit_start`"):
-            module.log("loss", 0.0)
-        names.append(_trainer.set_running_hook(module, names[0]))
-
-    train(model=model_with(act=rename, logs=True), batches=1)
-    assert names == ["training_step", "on_fit_start"]
-
-
 def test_a_running_call_is_told_from_any_other():
     calls, ended = [], []
 

@@ -11,7 +11,7 @@ def checkpoints(result: dict[str, Any]) -> dict[str, str]:
     from benchmarks.checkpoints import table
 
     described = result["machine"]
-    packages = ", ".join(f"{name} {described['versions'][name]}" for name in ("torch", "lightning", "isal"))
+    packages = ", ".join(f"{name} {described['versions'][name]}" for name in ("torch", "lightning"))
     text = (
         f"{table(result)}\n\nTimes are in those of `torch.save` with fsync, or of `torch.load`, in the same round, "
         f"memory in sizes of the checkpoint: {result['parameters'] / 1e6:.0f}M parameters with AdamW's state, "

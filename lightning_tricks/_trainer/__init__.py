@@ -36,11 +36,8 @@ from lightning_tricks._trainer.module import compiled_steps as compiled_steps
 from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
 from lightning_tricks._trainer.module import optimizer_index as optimizer_index
 from lightning_tricks._trainer.module import set_device_mesh as set_device_mesh
-from lightning_tricks._trainer.module import set_running_hook as set_running_hook
 from lightning_tricks._trainer.module import trainer_of as trainer_of
 from lightning_tricks._trainer.module import unwrapped as unwrapped
-from lightning_tricks._trainer.package import HOOK_CALLERS as HOOK_CALLERS
-from lightning_tricks._trainer.package import SIGNATURE_CHECK as SIGNATURE_CHECK
 from lightning_tricks._trainer.package import is_a as is_a
 from lightning_tricks._trainer.package import lightning_file as lightning_file
 from lightning_tricks._trainer.processes import dismiss_process_observer as dismiss_process_observer

@@ -13,16 +13,6 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
-def set_running_hook(module: Any, name: str | None) -> str | None:
-    """Name the running hook, by which `self.log` decides when to log; returns the name from before.
-
-    Read from `_call_lightning_module_hook` (trainer/call.py). Faster than `Module.__setattr__`.
-    """
-    state = module.__dict__
-    before, state["_current_fx_name"] = state["_current_fx_name"], name
-    return before
-
-
 def configured_optimizers(module: Any) -> tuple[list[Any], list[Any]]:
     """Optimizers and scheduler configurations that `configure_optimizers` returns, each in a list, checked.
 

@@ -1,12 +1,7 @@
-"""The Lightning package that an object is of: its classes by name, its Python modules, its functions' names."""
+"""The Lightning package that an object is of: its classes by name, its Python modules."""
 
 import importlib
 from typing import Any
-
-# Functions of Lightning's module `trainer/call.py` that call one hook of each callback, of the module, of the strategy.
-HOOK_CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
-# The function by which `loops/training_epoch_loop.py` finds out which arguments a hook takes.
-SIGNATURE_CHECK = "is_param_in_hook_signature"
 
 
 def is_a(instance: Any, *class_names: str) -> bool:

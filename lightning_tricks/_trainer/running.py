@@ -120,17 +120,16 @@ def _hook_of(frame: FrameType) -> tuple[Any, str] | None:
 
     The owner is a callback, a module, a data module or a strategy; of a step, which the strategy passes on, the module.
     Read from the `_call_*` functions of trainer/call.py, whose locals are `fn`, `hook_name`, `pl_module` and, of
-    callbacks, `callback`; LeanLoop's have the same names, but for `module`.
+    callbacks, `callback`.
     """
-    local = frame.f_locals if _is_of(frame, "trainer.call") or _is_of(frame, "guards.lean_loop") else {}
+    local = frame.f_locals if _is_of(frame, "trainer.call") else {}
     if "fn" not in local or "hook_name" not in local:
         return None
     owner: Any = local.get("callback", getattr(local["fn"], "__self__", None))
     name = local["hook_name"]
     if is_a(owner, "Strategy") and name.endswith("_step"):
         owner = owner.lightning_module
-    module = local.get("pl_module", local.get("module"))  # whose hook is a function that somebody has put there
-    return module if owner is None else owner, name
+    return local.get("pl_module") if owner is None else owner, name  # a module's: a function that somebody put there
 
 
 def running_place(stack: Sequence[FrameType]) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSi
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
-from lightning_tricks.guards.lean_loop import LeanLoop as LeanLoop
 from lightning_tricks.guards.lr_scaling_rule import LRScalingRule as LRScalingRule
 from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
 from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint

@@ -23,11 +23,6 @@ from typing import Any, NamedTuple
 from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.inside import inside
 
-try:
-    from isal.isal_zlib import crc32
-except ImportError:  # an installation without dependencies; zlib takes about five times as long
-    from zlib import crc32
-
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last
 VERSION = 2  # of the record and of what KEY holds; raised when an older version could not read it: 2 names the run
@@ -91,7 +86,7 @@ def read_record(path: Path) -> Record | None:
     try:
         outer = json.loads(text)
         content = outer["record"]
-        if outer["crc32"] != crc32(json.dumps(content).encode()) or type(content["version"]) is not int:
+        if outer["crc32"] != zlib.crc32(json.dumps(content).encode()) or type(content["version"]) is not int:
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"damaged: the record of {path} has other bytes than were written") from None
@@ -139,7 +134,7 @@ def _comment(path: Path) -> bytes:
 def to_json(record: Record) -> bytes:
     """A record as the text that `read_record` reads."""
     content = asdict(record)
-    return json.dumps({"record": content, "crc32": crc32(json.dumps(content).encode())}).encode()
+    return json.dumps({"record": content, "crc32": zlib.crc32(json.dumps(content).encode())}).encode()
 
 
 # ---- checksums
@@ -154,7 +149,7 @@ def checksum_of(file: Path, spans: Iterable[tuple[int, int]] | None = None) -> i
         for start, end in spans:
             opened.seek(start)
             while start < end and (count := opened.readinto(buffer[: end - start])):
-                checksum = crc32(buffer[:count], checksum)
+                checksum = zlib.crc32(buffer[:count], checksum)
                 start += count
     return checksum
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, is_of_deepspeed, replaced_path
-from lightning_tricks.checkpoints.record import COMMENT_START, archive_checksum, crc32, record_of, to_json
+from lightning_tricks.checkpoints.record import COMMENT_START, archive_checksum, record_of, to_json
 
 try:
     import fcntl
@@ -59,7 +60,7 @@ class ChecksummedFile(FileForTorch):
 
     def write(self, data: Any) -> int:
         """Write all of it."""
-        self.checksum = crc32(data, self.checksum)
+        self.checksum = zlib.crc32(data, self.checksum)
         return super().write(data)
 
     def tell(self) -> int:

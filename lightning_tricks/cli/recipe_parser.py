@@ -2,8 +2,7 @@
 
 Mistakes that YAML itself allows are refused in the text. A key that stands twice: YAML keeps the last and silently
 drops the first. Settings beside `class_path` in place of under its `init_args`: jsonargparse takes the mapping for
-something else. An anchor that holds itself, and anchors that repeat each other to more values than any recipe has: the
-parser would never come to an end.
+something else.
 """
 
 import argparse
@@ -36,7 +35,7 @@ else:
 
 PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
 _BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}
-_MOST_VALUES = 100_000  # of a recipe, with what its anchors repeat; the longest here has 100
+_TOO_DEEP = "brackets or lists lie too deep in each other, or an anchor holds itself"
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
 
 
@@ -201,7 +200,7 @@ def load_text(text: str, path: str = "") -> Any:
     except RecipeTextError:
         raise
     except RecursionError as error:
-        raise RecipeTextError(f"{where}brackets or lists lie too deep in each other") from error
+        raise RecipeTextError(f"{where}{_TOO_DEEP}") from error
     except yaml.YAMLError as error:
         said = " ".join(str(error).replace('in "<unicode string>",', " ").split())
         raise RecipeTextError(f"{where}no valid YAML: {said}") from error
@@ -225,6 +224,8 @@ def check_values(args: Iterable[str]) -> None:
                 _check_text(arg, f"{option}, ")
             except RecipeTextError as error:
                 raise UsageError(str(error)) from None
+            except RecursionError:
+                raise UsageError(f"{option}, {_TOO_DEEP}") from None
             except yaml.YAMLError:
                 pass  # jsonargparse reports these
 
@@ -232,29 +233,7 @@ def check_values(args: Iterable[str]) -> None:
 def _check_text(text: str, where: str) -> None:
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if node is not None:
-        _count_values(node, where, {})
         _check(node, where, "")
-
-
-def _count_values(node: yaml.Node, where: str, counts: dict[yaml.Node, int | None]) -> int:
-    """Number of values below a node, each anchor counted as often as it is repeated; None marks a node on the way."""
-    if node in counts:
-        if (known := counts[node]) is None:
-            line = node.start_mark.line + 1
-            raise RecipeTextError(f"{where}line {line}: the anchor holds itself, without an end: write its values out")
-        return known
-    counts[node] = None
-    parts = node.value if isinstance(node, yaml.CollectionNode) else []
-    inner = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
-    found = 1 + sum(_count_values(part, where, counts) for part in inner)
-    if found > _MOST_VALUES:
-        line = node.start_mark.line + 1
-        raise RecipeTextError(
-            f"{where}line {line}: its anchors repeat each other to more than {_MOST_VALUES:,} values: write out the "
-            "values that are meant"
-        )
-    counts[node] = found
-    return found
 
 
 def _check(node: yaml.Node | None, where: str, place: str) -> None:

@@ -52,10 +52,7 @@ class ResumeRecorder(pl.Callback):
         self.in_step = 0  # micro-batches of the running step that are done
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Lead the savers elsewhere, before they make their folders; leave no choice to a clock."""
-        module: Any = pl_module
-        if getattr(module, "compile_blocks", None) == "auto" and trainer.strategy.root_device.type == "cpu":
-            module.compile_blocks = False  # two starts might choose differently
+        """Lead the savers elsewhere, before they make their folders."""
         for number, saver in enumerate(trainer.checkpoint_callbacks):
             if hasattr(saver, "dirpath"):
                 saver.dirpath = str(self.folder / f"saver_{number}")

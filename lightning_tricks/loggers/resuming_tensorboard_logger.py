@@ -1,76 +1,15 @@
 """A TensorBoardLogger whose curves go on after a resume, and which writes a step's metrics as one event."""
 
 import os
-import struct
-import threading
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
-
-try:
-    import google_crc32c
-except ImportError:  # an installation without dependencies uses TensorBoard's own
-    google_crc32c = None  # type: ignore[assignment]
-
-
-def masked_crc(data: bytes) -> int:
-    """CRC-32C of `data`, rotated and shifted as in TensorFlow's record format."""
-    crc = google_crc32c.value(data)
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def record(data: bytes) -> bytes:
-    """A record of an event file: length as uint64, checksum of the length, data, checksum of the data, little-endian.
-
-    Source: https://www.tensorflow.org/tutorials/load_data/tfrecord
-    """
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
-
-
-class EventFile:
-    """Appends each event to a local file at once, so that a kill loses none that was logged.
-
-    It stands in the place of TensorBoard's queue and thread, which opens and closes the file for each event, and takes
-    0.1 us for a byte's checksum.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path, self._lock = os.path.abspath(path), threading.Lock()
-        self._file: IO[bytes] | None = None
-
-    def write(self, data: bytes) -> None:
-        """Append an event."""
-        with self._lock:
-            if self._file is None:
-                self._file = open(self._path, "ab")  # noqa: SIM115 until `flush`
-            self._file.write(record(data))
-            self._file.flush()
-
-    def flush(self) -> None:
-        """Close the file until the next event: a network file system then has it all."""
-        with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
-
-    close = flush
-
-
-def write_at_once(event_writer: Any) -> None:
-    """Let TensorBoard's EventFileWriter write by EventFile; one of another make, or of an address, is left as it is."""
-    queue, path = (getattr(event_writer, name, None) for name in ("_async_writer", "_file_name"))
-    if isinstance(queue, EventFile) or google_crc32c is None or google_crc32c.implementation != "c":
-        return
-    if queue is not None and path is not None and os.path.isfile(path):
-        queue.close()  # writes what it holds
-        event_writer._async_writer = EventFile(path)
 
 
 def as_number(value: Any) -> float | None:
@@ -121,12 +60,6 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
             self._used_before = any("tfevents" in name for name in names)
         return super().experiment
 
-    def _file_writer(self) -> Any:
-        """Torch's FileWriter, which writes at once. Each fit has another: its end closes the one before."""
-        writer = self.experiment._get_file_writer()
-        write_at_once(writer.event_writer)
-        return writer
-
     @rank_zero_only
     def resume_at(self, step: int) -> None:
         """Make TensorBoard forget all points from `step` on that are in the folder already.
@@ -134,7 +67,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         Args:
             step: step of the next metrics.
         """
-        writer = self._file_writer()
+        writer = self.experiment._get_file_writer()
         if self._used_before:
             for _ in range(2):  # a folder's first START only marks its beginning; one after it purges
                 writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
@@ -159,7 +92,7 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
         numbers = {name: as_number(value) for name, value in metrics.items()}
         values = [Summary.Value(tag=prefix + name, simple_value=x) for name, x in numbers.items() if x is not None]
         if values:
-            self._file_writer().add_summary(Summary(value=values), step, wall_time)
+            self.experiment._get_file_writer().add_summary(Summary(value=values), step, wall_time)
         rest = {name: metrics[name] for name, number in numbers.items() if number is None}
         if rest:
             super().log_metrics(rest, step)

@@ -20,7 +20,6 @@ from lightning_tricks.models.attention import (
     block_norm,
     part_mask,
 )
-from lightning_tricks.models.compile_choice import CompileChoice, choose
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.parallel.context import ContextParallel
@@ -201,29 +200,6 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile()
         self.head.compiled = True
-
-    def compile_choice(self, rows: int, length: int, calls: int | None) -> CompileChoice:
-        """Whether `compile_blocks` pays on this CPU, under the autocast that is on; gradients are left alone.
-
-        Args:
-            rows: of a micro-batch.
-            length: tokens in a row.
-            calls: forward and backward passes of each block in the rest of the run; None: not known.
-        """
-        block = self.blocks[0]
-        weights = [param for param in block.parameters() if param.requires_grad]
-        x = torch.empty(
-            rows, length, self.config.d_model, device=self.head.weight.device, dtype=self.embed.weight.dtype
-        )
-        x.normal_(generator=torch.Generator(x.device).manual_seed(0)).requires_grad_()
-        rope = self.positions(length, matmul_dtype(x)) if isinstance(self.positions, RotaryPositions) else None
-
-        def act() -> None:
-            out = block(x, rope, None)
-            torch.autograd.grad(out, [x, *weights], torch.ones_like(out))
-
-        calls = None if calls is None else calls * len(self.blocks)
-        return choose(block, act, calls)
 
     def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices.

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from lightning_tricks.checkpoints import check_checkpoint, load_weights, open_ch
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.inside import check_links, inside, is_inside
-from lightning_tricks.checkpoints.record import RECORD_FILE, Record, crc32, read_record, to_json
+from lightning_tricks.checkpoints.record import RECORD_FILE, Record, read_record, to_json
 from lightning_tricks.checkpoints.write_file import is_locked, write_file
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
 from lightning_tricks.data.saved_tokenizer import open_tokenizer
@@ -188,7 +189,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, place):
 def test_a_record_of_other_values_is_one_line(tmp_path, content):
     folder = write_shards(tmp_path / "shards", {"state_dict": {"weight": torch.ones(4)}})
     record = json.loads(to_json(Record()))["record"] | content
-    text = json.dumps({"record": record, "crc32": crc32(json.dumps(record).encode())})
+    text = json.dumps({"record": record, "crc32": zlib.crc32(json.dumps(record).encode())})
     (folder / RECORD_FILE).write_text(text)
     with pytest.raises(UsageError, match=r"damaged: the record of .*shards has"):
         read_record(folder)

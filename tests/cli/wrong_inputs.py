@@ -6,7 +6,6 @@ Options that have nothing to do with the model come after a recipe whose model h
 """
 
 import importlib.util
-import itertools
 import os
 import pickle
 import signal
@@ -191,9 +190,6 @@ def machine(bytes_of_host: int, cores: int) -> Prepare:
 
 
 LAPTOP = machine(16 << 30, cores=4)
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in itertools.pairwise("abcdefghij")
-)
 LAZY = """
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -395,12 +391,11 @@ ROWS = [
     edited(DATA, "", "no data", "train_dataloader"),
     command(
         "fit --config r.yaml",
-        "r.yaml, line 1",
+        "r.yaml",
         "anchor holds itself",
         files={"r.yaml": "trainer: &a\n  callbacks: *a\n"},
     ),
     plain(["--trainer.callbacks", "&a [*a]"], "--trainer.callbacks", "anchor holds itself"),
-    command("fit --config m.yaml", "m.yaml", "more than 100,000 values", files={"m.yaml": LAUGHS}),
     command("fit --config d.yaml", "d.yaml", "too deep", files={"d.yaml": "a: " + "[" * 9000 + "]" * 9000}),
     # Classes in the wrong place.
     plain(

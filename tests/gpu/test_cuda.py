@@ -14,7 +14,6 @@ from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
     GradNormMonitor,
-    LeanLoop,
     MemoryMonitor,
     MetricBuffer,
     MFUMonitor,
@@ -202,7 +201,7 @@ def test_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate)
 def every_monitor():
     return [
         GradNormMonitor(per="block"), MFUMonitor(), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
-        AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), LeanLoop(),
+        AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
     ]  # fmt: skip
 
 

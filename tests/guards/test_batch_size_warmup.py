@@ -23,7 +23,6 @@ from lightning_tricks.callbacks import (
     BatchSizeWarmup,
     ExactResume,
     GradNormMonitor,
-    LeanLoop,
     LRMonitor,
     LRScalingRule,
     MFUMonitor,
@@ -418,7 +417,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_steps_batch():
 def test_the_other_callbacks_count_the_steps_as_they_are(tmp_path, shards):
     def others(folder: Path) -> list[Any]:
         return [
-            LRMonitor(), GradNormMonitor(), RunLedger(str(folder / "ledger.jsonl")), LeanLoop(),
+            LRMonitor(), GradNormMonitor(), RunLedger(str(folder / "ledger.jsonl")),
             StepGuard(recheck=True, active_after_steps=2, window_steps=2, norm_ratio=0.0, sigmas=0.01),
         ]  # fmt: skip
 

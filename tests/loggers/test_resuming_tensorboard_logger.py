@@ -1,13 +1,9 @@
 """After a resume each step stands once in TensorBoard, and a step's metrics are one event."""
 
-import io
 import os
-import runpy
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,16 +11,11 @@ import pytest
 import torch
 from harness.preloaded import python
 from harness.runs import On, trainer_with
-from hypothesis import given
-from hypothesis import strategies as st
 from short_run import Model, events, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.loggers import resuming_tensorboard_logger as tensorboard_logger
 from lightning_tricks.loggers.resume_point import ResumePoint
-from lightning_tricks.loggers.resuming_tensorboard_logger import EventFile, record, write_at_once
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 
@@ -200,91 +191,3 @@ assert type(trainer).__module__.startswith("pytorch_lightning"), type(trainer)
     lines = (tmp_path / "c" / "metrics.csv").read_text().splitlines()
     assert sum(",2006.0," in f"{line}," for line in lines) == 1
     assert not any("1006.0" in line for line in lines)
-
-
-@given(st.binary(max_size=300))
-def test_a_record_is_tensorboards(data):
-    theirs = io.BytesIO()
-    RecordWriter(theirs).write(data)
-    assert record(data) == theirs.getvalue()
-
-
-def test_the_logger_uses_it_and_tensorboard_reads_what_it_wrote(tmp_path, monkeypatch):
-    lengths = []
-    real = tensorboard_logger.masked_crc
-    monkeypatch.setattr(tensorboard_logger, "masked_crc", lambda data: lengths.append(len(data)) or real(data))
-    ours = logger(tmp_path)
-    for step in range(3):
-        ours.log_metrics({"train/loss": step + 0.5}, step)
-    ours.save()
-    assert len(lengths) == 6  # length and data of each event
-    ours.finalize("success")
-    ours.log_metrics({"train/loss": 3.5}, 3)  # of a second fit, which writes another file
-    ours.save()
-    assert len(lengths) == 8
-    events = [event for file in tmp_path.rglob("events*") for event in EventFileLoader(str(file)).Load()]
-    values = sorted((event.step, value.tag) for event in events for value in event.summary.value)
-    assert values == [(step, "train/loss") for step in range(4)]
-
-
-def test_an_event_is_in_the_file_when_the_call_returns_and_in_the_order_of_the_calls(tmp_path):
-    ours = logger(tmp_path)
-    ours.experiment.add_text("note", "hello", 0)
-    for step in (1, 2):
-        ours.log_metrics({"train/loss": 0.5}, step)
-        ours.experiment.add_text("note", "hello", step + 10)
-    assert [event.step for event in raw(tmp_path / "run")] == [0, 1, 11, 2, 12]
-
-
-def test_a_save_closes_the_file_and_the_next_event_opens_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ours = logger(".")
-
-    def is_open():
-        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-        return any("tfevents" in os.readlink(link) for link in links if os.path.islink(link))
-
-    for step in range(2):
-        ours.log_metrics({"train/loss": 0.5}, step)
-        assert is_open()
-        ours.save()
-        assert not is_open()
-        monkeypatch.chdir("/")  # the folder of the first event counts
-    assert [event.step for event in raw(tmp_path / "run")] == [0, 1]
-
-
-def test_a_save_by_another_thread_waits_until_an_event_is_written(tmp_path, monkeypatch):
-    file, saves = EventFile(str(tmp_path / "events.tfevents")), []
-
-    def while_another_thread_saves(data):
-        saves.append(pool.submit(file.flush))
-        wait(saves, timeout=0.1)  # in vain: it waits for this event
-        return record(data)
-
-    monkeypatch.setattr(tensorboard_logger, "record", while_another_thread_saves)
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(2):
-            file.write(b"event")
-    for save in saves:
-        save.result()
-    assert (tmp_path / "events.tfevents").read_bytes() == 2 * record(b"event")
-
-
-def test_a_writer_of_another_make_or_to_an_address_is_left_alone():
-    for other in (SimpleNamespace(_async_writer="queue"), SimpleNamespace(_async_writer="queue", _file_name="s3://a")):
-        before = dict(vars(other))
-        write_at_once(other)
-        assert vars(other) == before
-    write_at_once(SimpleNamespace())
-
-
-def test_without_the_package_tensorboard_writes_its_own_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard_logger, "google_crc32c", None)
-    with monkeypatch.context() as absent:
-        absent.setitem(sys.modules, "google_crc32c", None)
-        assert runpy.run_path(tensorboard_logger.__file__)["google_crc32c"] is None
-    ours = logger(tmp_path)
-    ours.log_metrics({"train/loss": 0.5}, 3)
-    ours.save()
-    (file,) = (path for path in tmp_path.rglob("events*"))
-    assert [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value] == [3]

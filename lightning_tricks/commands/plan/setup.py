@@ -194,7 +194,7 @@ class RunSetup:
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are compiled, as far as the recipe says: `auto` on a GPU; a CPU chooses in the run."""
+        """Whether blocks are compiled, `auto` on a GPU only."""
         chosen = (getattr(part, "compile_blocks", False) for part in (self.module, self.strategy))
         return any(one is True or (one == "auto" and self.on_gpu) for one in chosen)
 

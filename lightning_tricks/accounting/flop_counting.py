@@ -1,4 +1,7 @@
-"""Count the FLOPs of every operator that runs, forward and backward, with recomputed FLOPs as a figure of their own."""
+"""FLOPs of the training step of a module that we never saw, counted while the step really runs.
+
+What is recomputed is a figure of its own. Compiled code hides its operators, so it is refused.
+"""
 
 import functools
 import sys
@@ -16,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tricks._find_modules import clean_name
+from lightning_tricks._replaced import replaced
 
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # operators of aten with products but without a formula
 # Torch computes the gradient of these in another order while a dispatch mode is on: the last bits would differ. They
 # were found by running torch's own samples of every operator (`op_db`), with a mode and without.
-_OTHER_GRADIENT = ("prod", "cumprod", "masked_fill")
-_THEIR_NODES = ("ProdBackward", "CumprodBackward", "MaskedFillBackward")
-COMPILED_BACKWARD = "CompiledFunctionBackward"  # the name of the autograd node of compiled code (AOTAutograd)
+_OTHER_GRADIENT = ("ProdBackward", "CumprodBackward", "MaskedFillBackward")
+_COMPILED_NODE = "CompiledFunctionBackward"  # the autograd node of compiled code (AOTAutograd)
 # These read facts about a tensor and compute nothing: torch's own counter leaves them to the tensor's class as well.
 _QUESTIONS = (
     "dim", "is_contiguous", "is_non_overlapping_and_dense", "is_strides_like_format", "numel", "size", "storage_offset",
@@ -35,52 +38,37 @@ class CannotCount(Exception):  # noqa: N818  not the user's error: the FLOPs can
     """The module's FLOPs cannot be counted; the message names the part of the module and says why in a few words."""
 
 
-# Text in torch's errors, and the cause in plain words.
-_IN_WORDS = {
-    "DataDependent": "its work depends on the values of a tensor",
-    "DynamicOutputShape": "its shapes depend on the values of a tensor",
-    "Please convert all Tensors to FakeTensors": "it uses tensors that are no parameters or buffers of the module",
-}
-
-
-def in_words(error: Exception) -> str:
-    """The reason why a graph cannot run without data, in plain words; for an unknown error, its first line."""
-    text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
-    return next((words for name, words in _IN_WORDS.items() if name in text), text.partition("\n")[0])
-
-
 class FlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of the products that run while it is entered.
 
-    Code that `torch.compile` has compiled runs as it would without this mode, and hides most of its operators:
-    `compiled_calls_counted` sets `muted` while it runs, and adds its FLOPs.
+    Code that `torch.compile` has compiled runs as it would without this mode. It hides operators, so it is a failure:
+    compiled modules are found at the start, other compiled code by its nodes in the graph of a backward pass.
 
     Args:
         root: the module whose parts `running_part` names.
-        without_data: the operators run on tensors without data.
 
     Attributes:
         uncounted: operators without a known formula, and for each the part of the module that ran it first.
         failure: why not everything could be counted; None if everything could.
-        muted: compiled code runs, whose operators are not to be counted one by one.
         went_backward: a backward pass has run.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, root: nn.Module, without_data: bool = False) -> None:
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self.root = root
-        self.muted = self.went_backward = False
+        self.went_backward = False
         self.uncounted: dict[str, str] = {}
         self.failure: CannotCount | None = None
         self._model = self._recompute = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
         self._names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in root.named_modules()}
         self._names[id(root)] = type(root).__name__
-        self._counting, self._without_data = False, without_data
+        self._counting = False
         self._left_out: set[Any] = set()  # autograd nodes of these
-        self._other_gradients = False  # whether an operator of `_OTHER_GRADIENT` has run
+        for part in root.modules():
+            if part._compiled_call_impl is not None or "_orig_mod" in part._modules:  # by `compile`, `torch.compile`
+                self.fail(f"{self._names[id(part)]} is compiled")
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -97,16 +85,6 @@ class FlopCounter(TorchDispatchMode):
         if self.failure is not None:
             raise self.failure
         return self._model, self._recompute
-
-    @property
-    def counts(self) -> bool:
-        """Whether operators are counted now."""
-        return self._counting and self.failure is None
-
-    def add(self, flops: int, recompute: int = 0) -> None:
-        """Add FLOPs of compiled code, as those of the model, or of the recomputation that runs now."""
-        self._add(flops)
-        self._recompute += recompute
 
     def fail(self, reason: str) -> None:
         """Give no figure, for this reason or an earlier one."""
@@ -147,8 +125,6 @@ class FlopCounter(TorchDispatchMode):
         if not self._counting:
             return
         self.went_backward = True
-        if not self._other_gradients:
-            return
         nodes = [output.grad_fn if isinstance(output, Tensor) else output.node for output in outputs]
         seen: set[Any] = set()
         while nodes:
@@ -157,7 +133,9 @@ class FlopCounter(TorchDispatchMode):
                 continue
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
-            if node.name().startswith(_THEIR_NODES):
+            if type(node).__name__ == _COMPILED_NODE:
+                self.fail("it calls compiled code")
+            if node.name().startswith(_OTHER_GRADIENT):
                 self._left_out.add(node)
                 paused = ExitStack()
                 node.register_prehook(lambda _, paused=paused: paused.enter_context(self.counting(False)) and None)
@@ -171,19 +149,13 @@ class FlopCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types) or _is_question(packet):
             return NotImplemented
         # a DTensor asks once for the shape of a result, and computes nothing
-        if not self._without_data and any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)
-        self._other_gradients |= _has_other_gradient(packet, args)
-        if self.muted or _in_compiled_backward():
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         formula = self._formulas.get(packet)
         if formula is None and _is_composite(func):  # under inference_mode operators arrive whole
             with self:
                 return func.decompose(*args, **kwargs)
-        if packet is torch.ops.aten._grouped_mm and isinstance(args[0], FakeTensor):
-            out = _grouped_output(*args, **kwargs)  # torch has shapes for bf16 only
-        else:
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self._count(func, formula, args, kwargs, out)
         return out
 
@@ -195,21 +167,73 @@ class FlopCounter(TorchDispatchMode):
         try:
             flops = int(formula(*args, **kwargs, out_val=out))
         except Exception as error:  # an operator that runs must not fail because it cannot be counted
-            self.fail(f"{self.running_part()}: {in_words(error)}")
+            reason = str(error).partition("\n")[0]
+            self.fail(f"{self.running_part()}: {reason}")
             return
-        self._add(flops)
-
-    def _add(self, flops: int) -> None:
         if _is_recompute():
             self._recompute += flops
         else:
             self._model += flops
 
 
-def _in_compiled_backward() -> bool:
-    """Whether the backward pass of compiled code runs; what it makes checkpointing compute again is no part of it."""
-    node = torch._C._current_autograd_node()
-    return type(node).__name__ == COMPILED_BACKWARD and not torch.is_grad_enabled()
+@contextmanager
+def count_flops(module: nn.Module) -> Iterator[FlopCounter]:
+    """Count the FLOPs of all forward and backward passes inside the `with`. Changes no result.
+
+    The counter's `flops` are those of the model and those of activation checkpointing, which computes a second time;
+    work that a fused attention kernel repeats inside itself is in neither figure. Linear layers, convolutions, grouped
+    products (of experts) and attention are counted; attention counts in full, masked or not. A sharded module counts
+    the work of this device.
+
+    Args:
+        module: names the parts in messages.
+
+    Raises:
+        CannotCount: by `counter.flops`, where code is compiled, which hides its operators.
+
+    Source: https://github.com/pytorch/pytorch/blob/main/torch/utils/flop_counter.py.
+    """
+    counter = FlopCounter(module)
+    with _backward_seen(counter), counter.counting():
+        yield counter
+
+
+@contextmanager
+def counting_real_step(trainer: Any, module: nn.Module) -> Iterator[FlopCounter]:
+    """As `count_flops`, in `training_step` and in the backward passes that a Trainer runs inside the `with`.
+
+    The Trainer's strategy calls both, so its methods are replaced meanwhile. Matrix products of the optimizer are not
+    counted. Each rank counts its own work.
+    """
+    counter, strategy = FlopCounter(module), trainer.strategy
+    step = strategy.optimizer_step
+
+    def optimizer_step(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with counter.counting(False):
+            return step(optimizer, counter.counting()(closure), *args, **kwargs)
+
+    with (
+        replaced(strategy, "training_step", counter.counting()(strategy.training_step)),
+        replaced(strategy, "backward", counter.counting()(strategy.backward)),
+        replaced(strategy, "optimizer_step", optimizer_step),
+        _backward_seen(counter),
+    ):
+        yield counter
+
+
+@contextmanager
+def _backward_seen(counter: FlopCounter) -> Iterator[None]:
+    """Tell the counter of backward passes."""
+    run_backward: Any = getattr(torch.autograd, "_engine_run_backward", None)  # of `torch.autograd.backward`, `grad`
+    if run_backward is None:
+        counter.fail("this version of torch does not tell when a backward pass begins")
+
+    def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        counter.before_backward(outputs)
+        return run_backward(outputs, *args, **kwargs)
+
+    with replaced(torch.autograd, "_engine_run_backward", engine_run_backward):
+        yield
 
 
 def _is_question(packet: Any) -> bool:
@@ -225,14 +249,6 @@ def _is_composite(func: Any) -> bool:
     keys = ("CompositeImplicitAutograd", "CPU", "CUDA")
     kernels = [torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys]
     return kernels == [True, False, False]
-
-
-def _has_other_gradient(packet: Any, args: Any) -> bool:
-    if getattr(packet, "_qualified_op_name", "").removeprefix("aten::").rstrip("_") not in _OTHER_GRADIENT:
-        return False
-    inputs = args[2:] if packet.__name__.startswith("masked_fill") else args[:1]  # the fill value; the tensor
-    has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in inputs)
-    return has_gradient and torch.is_grad_enabled() and not isinstance(args[0], FakeTensor)
 
 
 def _may_multiply(func: Any, args: Any) -> bool:
@@ -293,8 +309,3 @@ def _grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """
     rows = a[-2] if len(a) > len(b) else prod(a[:-1])
     return int(2 * rows * a[-1] * b[-1])
-
-
-def _grouped_output(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    groups = (len(a) if a.dim() == 3 else len(offs),) if a.dim() == b.dim() else ()
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
