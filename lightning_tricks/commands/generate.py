@@ -167,7 +167,7 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
     """The decoder of a LanguageModel's checkpoint, on the CPU, with the weights in the number format of the file.
 
     Args:
-        checkpoint: as `torch.load` or `read_folder` returns it.
+        checkpoint: as `torch.load` or `open_checkpoint` returns it.
         path: its name in an error.
 
     Raises:

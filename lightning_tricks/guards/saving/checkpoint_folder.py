@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: which ones stay, `last.ckpt`, a full disk, the leftovers of killed processes.
 
 What is deleted is always a checkpoint of this run: its record names the run, and its name is one that SafeCheckpoint
-gives. Checkpoints of other runs, those whose record names none because a version before 2 of the record wrote it, and
-copies that the user made under other names are neither counted nor deleted nor replaced.
+gives. Checkpoints of other runs, those whose record names none, and copies that the user made under other names are
+neither counted nor deleted nor replaced.
 
 Needs no Trainer. One process of a run, rank 0, changes the folder.
 """

@@ -122,8 +122,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       infinities in weights or running statistics is saved and marked, which is said once, and `last.ckpt` does not lead
       to it.
     - Only checkpoints of this run are counted, deleted or replaced. Each record names its run, whose identifier is made
-      at its start and kept when it is resumed. Others stay, which is said in one line when a run begins; so do those of
-      earlier versions, which did not name the run.
+      at its start and kept when it is resumed. Others stay, which is said in one line when a run begins.
     - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
       goes on without this checkpoint, and one line says so.
     - It saves at the end of an accumulation window, and after the validation and the epoch's end that are due at that
@@ -282,7 +281,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if run := record_of(checkpoint).run:
             self._run = self._folder.run = run
             self._is_new_run = False
-        self._rng = saved_random_states(checkpoint) or checkpoint.get(KEY, {}).get("rng")
+        self._rng = saved_random_states(checkpoint)
         if self._rng:
             set_random_state_of(random_rank(trainer), self._rng)
         if trainer.ckpt_path:
