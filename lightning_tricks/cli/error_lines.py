@@ -257,7 +257,7 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
 
 def _is_raised_by_lightning(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals["__name__"]).startswith(pl.__name__)
+    return str(frame.f_globals["__name__"]).startswith(("lightning.", "lightning_fabric.", "pytorch_lightning."))
 
 
 @contextmanager

@@ -321,9 +321,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             return
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
-        lr = (optimizer.get("init_args") or {}).get("lr")
-        say("", *next_steps(trainer, self._options(), lr, self.config["fit"].get("resume")))
+        say("", *next_steps(trainer, self._options()))
 
 
 class _Untrained(RecipeCLI):
