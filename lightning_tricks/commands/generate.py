@@ -23,10 +23,6 @@ from lightning_tricks.models import generate as generate_tokens
 from lightning_tricks.models.attention import RotaryPositions
 from lightning_tricks.optim import MuP
 
-NAME = "generate"
-HELP = 'continue a text: --ckpt_path FILE --prompt "..."'
-NEEDS = "nothing"
-
 DEFAULT_NEW_TOKENS = 200
 _DEPTH = 4  # folders above `checkpoints` that `last` looks through: runs/NAME/version_N
 _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}

@@ -35,11 +35,6 @@ from lightning_tricks._trainer import (
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
-NAME = "sync-audit"
-HELP = "where does a training step wait for the device? --config RECIPE.yaml. Exits with 1 if it does between log steps"
-NEEDS = "a fit"
-WORDS = "sync audit"
-
 DEFAULT_STEPS = 20
 LEAST_STEPS = 2  # the first one is not counted
 _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "batch_to_device")  # before a batch's first hook

@@ -10,12 +10,6 @@ from typing import Any, Literal, cast
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import Recipe
 
-NAME = "schedule"
-HELP = "the learning rate of a recipe as a curve, before any step: --against R2.yaml"
-NEEDS = "a recipe"
-WORDS = "plot lr"
-RECIPES = "against"
-
 
 def run(
     model: Any,
