@@ -84,159 +84,57 @@ class FitChange(Protocol):
 
 
 _TABLE = (
-    Command(
-        "fit",
-        "train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or last; "
-        "--init_from FILE starts anew from its weights alone (fine-tuning)",
-        "a Trainer",
-        ("train", "pretrain", "run"),
-    ),
-    Command(
-        "validate",
-        "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
-        "a Trainer",
-        ("evaluate", "val"),
-    ),
+    Command("fit", "train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or "
+            "last; --init_from FILE starts anew from its weights alone (fine-tuning)",
+            "a Trainer", ("train", "pretrain", "run")),
+    Command("validate", "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
+            "a Trainer", ("evaluate", "val")),
     Command("test", "the same on the test set", "a Trainer"),
-    Command(
-        "predict",
-        "log-probability of each token of the test set, to a file (--output FILE.jsonl)",
-        "a Trainer",
-        ("infer",),
-    ),
-    Command(
-        "autopsy", "rank the documents of one optimizer step: --ckpt_path FILE --step N", "a Trainer", (), "autopsy"
-    ),
-    Command(
-        "average",
-        "average the weights of checkpoints: average CKPT CKPT ... --output FILE [--weights 1,2,1]",
-        "nothing",
-        ("soup", "merge", "mean", "ensemble"),
-        "average",
-    ),
-    Command(
-        "branch",
-        "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N",
-        "a fit",
-        (),
-        "branch",
-    ),
-    Command(
-        "check",
-        "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 if one fails",
-        "a recipe",
-        ("preflight", "pre-flight"),
-        "check",
-    ),
-    Command(
-        "compare",
-        "runs side by side: settings that differ, curves over steps, tokens, FLOPs and hours, and what "
-        "the seeds can show; exits with 1 if one is worse than the first",
-        "nothing",
-        ("diff", "versus", "significance"),
-        "compare",
-    ),
-    Command(
-        "completion",
-        'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or ~/.zshrc',
-        "nothing",
-        (),
-        "completion",
-    ),
-    Command(
-        "consolidate",
-        "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
-        "nothing",
-        (),
-        "consolidate",
-    ),
-    Command(
-        "coordinate-check",
-        "do activations keep their size at widths 64 to 1024? Flat with muP",
-        "a recipe",
-        (),
-        "coordinate_check",
-    ),
+    Command("predict", "log-probability of each token of the test set, to a file (--output FILE.jsonl)",
+            "a Trainer", ("infer",)),
+    Command("autopsy", "rank the documents of one optimizer step: --ckpt_path FILE --step N",
+            "a Trainer", (), "autopsy"),
+    Command("average", "average the weights of checkpoints: average CKPT CKPT ... --output FILE [--weights 1,2,1]",
+            "nothing", ("soup", "merge", "mean", "ensemble"), "average"),
+    Command("branch", "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N",
+            "a fit", (), "branch"),
+    Command("check", "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 "
+            "if one fails", "a recipe", ("preflight", "pre-flight"), "check"),
+    Command("compare", "runs side by side: settings that differ, curves over steps, tokens, FLOPs and hours, and "
+            "what the seeds can show; exits with 1 if one is worse than the first",
+            "nothing", ("diff", "versus", "significance"), "compare"),
+    Command("completion", 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or '
+            "~/.zshrc", "nothing", (), "completion"),
+    Command("consolidate", "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
+            "nothing", (), "consolidate"),
+    Command("coordinate-check", "do activations keep their size at widths 64 to 1024? Flat with muP",
+            "a recipe", (), "coordinate_check"),
     Command("cp", "copy a recipe, to change it: cp NAME [FOLDER or FILE]", "nothing", ("copy",), "cp"),
-    Command(
-        "doctor",
-        "what is wrong with a run, by its logs: symptoms with evidence, cause and remedy; exits with 1 "
-        "if there are any",
-        "nothing",
-        ("diagnose", "diagnosis", "symptoms", "debug"),
-        "doctor",
-    ),
-    Command(
-        "eval",
-        "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai",
-        "nothing",
-        ("lm-eval", "benchmark"),
-        "eval",
-    ),
-    Command(
-        "export",
-        "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output "
-        "FOLDER [--format gguf]",
-        "nothing",
-        ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"),
-        "export",
-    ),
+    Command("doctor", "what is wrong with a run, by its logs: symptoms with evidence, cause and remedy; exits with 1 "
+            "if there are any", "nothing", ("diagnose", "diagnosis", "symptoms", "debug"), "doctor"),
+    Command("eval", "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai",
+            "nothing", ("lm-eval", "benchmark"), "eval"),
+    Command("export", "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output "
+            "FOLDER [--format gguf]",
+            "nothing", ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"), "export"),
     Command("generate", 'continue a text: --ckpt_path FILE --prompt "..."', "nothing", (), "generate"),
-    Command(
-        "import",
-        "a recipe that goes on training a Hugging Face folder: import FOLDER --output mine.yaml",
-        "nothing",
-        ("from-hf", "continue-pretraining"),
-        "import_folder",
-    ),
-    Command(
-        "ledger",
-        "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger differ; "
-        "ledger check A: whether one is whole",
-        "nothing",
-        (),
-        "ledger",
-    ),
+    Command("import", "a recipe that goes on training a Hugging Face folder: import FOLDER --output mine.yaml",
+            "nothing", ("from-hf", "continue-pretraining"), "import_folder"),
+    Command("ledger", "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger "
+            "differ; ledger check A: whether one is whole", "nothing", (), "ledger"),
     Command("ls", "list the recipes that come with the collection", "nothing", ("list",), "ls"),
-    Command(
-        "plan",
-        "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5",
-        "a recipe",
-        ("estimate", "memory", "dry-run"),
-        "plan",
-    ),
+    Command("plan", "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5",
+            "a recipe", ("estimate", "memory", "dry-run"), "plan"),
     Command("prepare", "turn the recipe's text into token shards, and stop", "a recipe", ("tokenize",), "prepare"),
-    Command(
-        "runs",
-        "a table of the runs in a folder: steps, validation, tokens, hours, and the settings that differ",
-        "nothing",
-        ("history", "experiments", "results"),
-        "runs",
-    ),
-    Command(
-        "schedule",
-        "the learning rate of a recipe as a curve, before any step: --against R2.yaml",
-        "a recipe",
-        ("plot", "lr"),
-        "schedule",
-        ("against",),
-    ),
-    Command(
-        "sync-audit",
-        "where does a training step wait for the device? --config RECIPE.yaml. Exits with 1 if it does "
-        "between log steps",
-        "a fit",
-        ("sync", "audit"),
-        "sync_audit",
-    ),
-    Command(
-        "verify-resume",
-        "train some steps straight, and with kill -9 and a resume: are they equal? --config RECIPE.yaml",
-        "nothing",
-        ("verify", "check-resume"),
-        "verify_resume",
-    ),
-)
+    Command("runs", "a table of the runs in a folder: steps, validation, tokens, hours, and the settings that differ",
+            "nothing", ("history", "experiments", "results"), "runs"),
+    Command("schedule", "the learning rate of a recipe as a curve, before any step: --against R2.yaml",
+            "a recipe", ("plot", "lr"), "schedule", ("against",)),
+    Command("sync-audit", "where does a training step wait for the device? --config RECIPE.yaml. Exits with 1 if it "
+            "does between log steps", "a fit", ("sync", "audit"), "sync_audit"),
+    Command("verify-resume", "train some steps straight, and with kill -9 and a resume: are they equal? --config "
+            "RECIPE.yaml", "nothing", ("verify", "check-resume"), "verify_resume"),
+)  # fmt: skip
 
 COMMANDS: Mapping[str, Command] = {command.name: command for command in _TABLE}
 
