@@ -25,15 +25,6 @@ __all__ = [*_MODULE_OF, "__version__"]
 def __getattr__(name: str) -> object:
     """Import the module of a public name when the name is first asked for."""
     if name not in _MODULE_OF:
-        from lightning_tricks._suggest import RENAMED
-
-        if name in RENAMED:
-            import warnings
-
-            new, version = RENAMED[name]
-            text = f"lightning_tricks.{name} is {new} now; the old name goes in version {version}"
-            warnings.warn(text, FutureWarning, stacklevel=2)
-            return __getattr__(new)
         raise AttributeError(f"module 'lightning_tricks' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 

@@ -56,7 +56,7 @@ def save_random_states(checkpoint: dict[str, Any], own: dict[str, Any] | None = 
 
 
 def saved_random_states(checkpoint: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """What `save_random_states` has added, by rank; None in a checkpoint without, as those of version 0.1."""
+    """What `save_random_states` has added, by rank; None in a checkpoint without."""
     return checkpoint.get(_IN_CHECKPOINT)
 
 

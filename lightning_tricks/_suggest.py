@@ -84,10 +84,6 @@ def _plain(word: str) -> str:
 
 SYNONYMS = {_plain(word): names.split() for names, words in _WORDS_FOR.items() for word in words.split()}
 
-# Public names that go: the new name, and the version in which the old one goes; docs/versions.md says how. Python gives
-# a FutureWarning and the new class, the command line names it.
-RENAMED: dict[str, tuple[str, str]] = {}
-
 
 def did_you_mean(word: str, names: Iterable[str], places: bool = False) -> str:
     """'; did you mean X?' for the most likely of `names`, or nothing.
@@ -99,8 +95,6 @@ def did_you_mean(word: str, names: Iterable[str], places: bool = False) -> str:
     """
     known = sorted(set(names))
     head, tail = word.split(".")[0], word.split(".")[-1]
-    if tail in RENAMED:
-        return f"; it is {RENAMED[tail][0]} now"
     meanings = [meaning for meaning in SYNONYMS.get(_plain(tail), []) if meaning != word]
     near = (
         next((name for meaning in meanings for name in (meaning, meaning.split(".")[-1]) if name in known), None)

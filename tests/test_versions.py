@@ -1,19 +1,11 @@
-"""docs/versions.md: its ranges are those of pyproject.toml, its packages are there, and a name goes as it says."""
+"""docs/versions.md: its ranges are those of pyproject.toml, and its packages are there."""
 
 import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
-from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 from packaging.requirements import Requirement
-
-import lightning_tricks
-from lightning_tricks import _suggest
-from lightning_tricks._errors import UsageError
-from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
@@ -60,30 +52,3 @@ def test_every_package_is_called_public_or_private():
     packages = {path.parent.name for path in (ROOT / "lightning_tricks").glob("[a-z]*/__init__.py")}
     assert packages - {"recipes"} == (named - {"lightning_tricks", "__all__"}) | private
     assert private == {"cli", "commands"}
-
-
-@pytest.fixture
-def renamed(monkeypatch):
-    monkeypatch.setitem(_suggest.RENAMED, "GradientNormWatcher", ("GradNormMonitor", "0.9"))
-
-
-@pytest.mark.usefixtures("renamed")
-def test_a_name_that_goes_is_the_new_class_with_a_warning_that_names_it_and_the_version():
-    with pytest.warns(FutureWarning, match=r"GradientNormWatcher is GradNormMonitor now; .* in version 0\.9") as caught:
-        old = lightning_tricks.GradientNormWatcher
-    assert old is lightning_tricks.GradNormMonitor
-    assert caught[0].filename == __file__  # the user's line
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = lightning_tricks.no_such_name
-
-
-@pytest.mark.usefixtures("renamed", "shared_parser", "no_hyper_parameters")
-def test_a_recipe_with_a_name_that_goes_is_refused_in_a_line_with_the_new_one():
-    options = ("--config", str(recipes_folder() / "tiny.yaml"))
-    with pytest.raises(UsageError, match=r"GradientNormWatcher'?; it is GradNormMonitor now"):
-        load_recipe(*options, "--trainer.callbacks+=GradientNormWatcher")
-
-
-def test_no_renamed_name_is_still_a_public_one():
-    assert [old for old in _suggest.RENAMED if old in lightning_tricks.__all__] == []
-    assert [new for new, _ in _suggest.RENAMED.values() if new not in lightning_tricks.__all__] == []

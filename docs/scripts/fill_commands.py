@@ -20,15 +20,6 @@ def schedule(_: Any) -> dict[str, str]:
     return {"curve": _block("schedule --config recipes/llama7b_1gpu.yaml", draw_in_terminal([_plan("llama7b_1gpu")]))}
 
 
-def draw(_: Any, file: Path) -> None:
-    """Two schedules of a recipe in one picture, light and dark."""
-    from lightning_tricks.commands.schedule.picture import draw_picture
-
-    plans = [_plan("tiny", "--model.schedule", "WSD"), _plan("tiny")]
-    draw_picture(plans, [file], present=250)
-    draw_picture(plans, [file.with_stem(f"{file.stem}_dark")], present=250, dark=True)
-
-
 def plan(result: dict[str, Any]) -> dict[str, str]:
     """The plan of a recipe, as the command prints it, and how far plans are from measured peaks."""
     from benchmarks.plan_memory import table
@@ -141,5 +132,5 @@ FILLERS = {
     "plan-memory": Filler("plan.md", plan),
     "plan-published": Filler("plan.md", plan_published),
     "runs": Filler("runs.md", runs, measured=False),
-    "schedule": Filler("schedule_command.md", schedule, draw, measured=False),
+    "schedule": Filler("schedule_command.md", schedule, measured=False),
 }

@@ -1,7 +1,5 @@
 """The public names of every callback: `monitors` watch, `guards` act, `outputs` write for people."""
 
-import sys
-
 from lightning_tricks.guards.averages.ema import EMA as EMA
 from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
@@ -36,6 +34,3 @@ from lightning_tricks.outputs.compression_baseline import CompressionBaseline as
 from lightning_tricks.outputs.lm_eval.lm_eval import LMEval as LMEval
 from lightning_tricks.outputs.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.outputs.sample_text import SampleText as SampleText
-
-# the path that earlier versions wrote into the config.yaml of a branch
-sys.modules["lightning_tricks.monitors.branch_lineage"] = sys.modules[BranchLineage.__module__]

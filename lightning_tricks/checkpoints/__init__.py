@@ -9,7 +9,7 @@ write; `check_checkpoint.py` verifies; `open_checkpoint.py` is the one entry for
 from lightning_tricks.checkpoints.atomic_checkpoint_io import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, verify_checkpoint
 from lightning_tricks.checkpoints.load_weights import load_weights
-from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint, read_folder, size_of_folder
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint, size_of_folder
 from lightning_tricks.checkpoints.write_file import fsync_path, swap_in
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "fsync_path",
     "load_weights",
     "open_checkpoint",
-    "read_folder",
     "size_of_folder",
     "swap_in",
     "verify_checkpoint",

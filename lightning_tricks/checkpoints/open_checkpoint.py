@@ -200,11 +200,6 @@ def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
 # ---- a folder of shards
 
 
-def read_folder(folder: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """`open_checkpoint` by an older name."""
-    return open_checkpoint(folder, weights_only=weights_only)
-
-
 def by_index(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict by name, numbered through the groups as `Optimizer.state_dict` does."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]

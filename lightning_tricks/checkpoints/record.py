@@ -25,7 +25,7 @@ from lightning_tricks.checkpoints.inside import inside
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last
-VERSION = 2  # of the record and of what KEY holds; raised when an older version could not read it: 2 names the run
+VERSION = 1  # of the record and of what KEY holds; raised when a version before could not read it
 COMMENT_START = b"lightning_tricks "
 # What Python's zipfile raises on an archive with changed bytes, besides the file system's errors.
 DAMAGED_ARCHIVE = (

@@ -6,8 +6,8 @@ exception that is not known here keeps its traceback.
 """
 
 import logging
-import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,14 +59,11 @@ _LINES = [
      "{at}{module} is not installed: pip install 'lightning-tricks[optimizers]'"),
     (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
-    (r"argument (?:-\w/)?--(?P<name>\S+): expected one argument", "--{name} has no value: write --{name} VALUE"),
     (r"Parser key \"[^\"]*\":$", "{key}: give a class, with class_path and init_args"),
     (r"Unexpected config: ?(?P<got>.*)",
      "--config: `{got}` is no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`"),
     (r"(?:Parser key \"[^\"]*\": )?Unable to load config ['\"](?P<got>.*)['\"]",
      "{key}={got}: neither settings nor a file of settings at this path"),
-    (r"expected \"subcommand\" to be one of \{(?P<names>.*)\}",
-     "no command: write one of {names} before the options"),
 ]  # fmt: skip
 
 
@@ -205,9 +202,7 @@ def usage_errors(ckpt_path: Callable[[], str | None]) -> Iterator[None]:
         if line is None:
             raise
         path = ckpt_path()
-        if path and line.startswith("ckpt_path: "):
-            line = f"ckpt_path={path}{line.removeprefix('ckpt_path')}"
-        elif path and path in line and "ckpt_path" not in line:
+        if path and path in line and "ckpt_path" not in line:
             line = f"ckpt_path: {line}"
         if isinstance(error, UsageError) and line == str(error):
             raise
@@ -226,22 +221,11 @@ def _line(error: Exception) -> str | None:
         return other_weights(said)
     if isinstance(error, ValueError) and said.startswith("`val_check_interval` ("):
         return f"trainer: {said}"
-    if isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", said):
-        return (
-            f"num_workers: {said.partition(' It is possible')[0].rstrip('.')}; most often the host ran out of memory: "
-            "set data.num_workers lower, or 0 to load in the process itself"
-        )
-    if isinstance(error, KeyError) and "Trying to restore" in said:
-        return (
-            "ckpt_path: the checkpoint holds weights and no optimizer state (save_weights_only), so fit cannot go on "
-            "from it: give a checkpoint that was saved whole; validate, test and predict take this one"
-        )
     return None
 
 
 def _flat(error: Exception) -> str:
-    said = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return re.sub(r"\s+", " ", str(said)).strip()
+    return re.sub(r"\s+", " ", str(error)).strip()
 
 
 def _no_start(said: str) -> str:
@@ -260,53 +244,20 @@ def _no_start(said: str) -> str:
 
 def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
     """The line for an error by which Lightning's Trainer refused its arguments `config`; None for any other error."""
-    said = _flat(error)
-    if "SLURM" in said or "--ntasks" in said:
-        return (
-            f"SLURM_NTASKS={os.environ.get('SLURM_NTASKS')}: with this environment variable Lightning takes the run "
-            f"for a job of SLURM, and refuses it ({said.partition(' HINT')[0].rstrip('.')}): start it with srun and "
-            "--ntasks-per-node, or `unset SLURM_NTASKS` where there is no such job"
-        )
-    kinds = pl.utilities.exceptions.MisconfigurationException | ValueError | TypeError | ModuleNotFoundError
-    if match := re.match(r"Found more than one stateful callback of type `(\w+)`", said):
-        return (
-            f"trainer.callbacks: {match[1]} stands twice, and its state can be saved once only: take one out; "
-            "callbacks+ adds to those of the recipe, and --trainer.callbacks [...] replaces them"
-        )
-    if not isinstance(error, kinds):
+    kinds = pl.utilities.exceptions.MisconfigurationException | ValueError | TypeError | ImportError
+    if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and _is_raised_by_lightning(error)):
         return None
-    if isinstance(error, ModuleNotFoundError) and "torch_xla" in said:
-        return (
-            f"trainer.accelerator={config['accelerator']}: this machine has no TPU that torch can use: give cpu or auto"
-        )
-    if match := re.match(r"`\w+Accelerator` can not run on your system", said):
-        return f"trainer.accelerator={config['accelerator']}: this machine has none: give cpu or auto"
-    if "enable_checkpointing=False" in said:
-        savers = [type(one).__name__ for one in config["callbacks"] or [] if isinstance(one, pl.callbacks.Checkpoint)]
-        return (
-            f"trainer.enable_checkpointing=False: {' and '.join(savers)} in trainer.callbacks saves checkpoints: leave "
-            "enable_checkpointing out, or take the callback out"
-        )
-    if "FSDPPrecision" in said:  # Lightning names the class that FSDP1 wants, and not what to write
-        said += ": set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
-    elif "invalid strategy name" in said:
+    said = _flat(error)
+    if "invalid strategy name" in said:
         names = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
         near = did_you_mean(config["strategy"], [*pl.strategies.StrategyRegistry.available_strategies(), *names])
         return f"trainer.strategy={config['strategy']}: no such strategy{near}"
-    elif match := re.search(r"invalid accelerator name: `accelerator='(.*?)'`\. Available names are: (.*?)\.", said):
-        names = [*match[2].split(", "), "gpu"]
-        near = did_you_mean(match[1], names)
-        return f"trainer.accelerator={match[1]}: no such accelerator{near or '; give one of ' + ', '.join(names)}"
-    elif match := re.search(r"Trainer\(devices='?(.*?)'?\)|^(`devices`) selected with", said):
-        return f"trainer.devices={config['devices']}: give the number of processes on this host, 1 or more, or auto"
-    elif re.match(r"No supported gpu backend found", said):
-        return "trainer.accelerator=gpu: this machine has no GPU that torch can use: give cpu or auto"
-    elif match := re.search(r"Received both `precision=(.*?)` and `plugins=(.*?)\(\)`", said):
-        return (
-            f"trainer.precision={match[1]}: {match[2]} in trainer.plugins decides the precision: leave "
-            f"trainer.precision out, or take {match[2]} out: --trainer.plugins null"
-        )
     return f"trainer: {said}"
+
+
+def _is_raised_by_lightning(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).startswith(("lightning.", "lightning_fabric.", "pytorch_lightning."))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Commands to type after a fit: evaluate the run, go on with it, write text, or try another learning rate."""
+"""Commands to type after a fit: evaluate the run, or go on with it."""
 
 import os
 import sys
@@ -12,7 +12,6 @@ from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
 from lightning_tricks.cli.run_folder import SaveRecipe
-from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.monitors.tensorboard_dashboard import PAGE
 
 _LENGTHS = ("--trainer.max_steps", "--trainer.max_epochs", "--total_tokens")
@@ -92,12 +91,8 @@ def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
     return "--trainer.max_steps", str(2 * steps)
 
 
-def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: str | None = None) -> list[str]:
-    """The lines to print after a `fit` with these options, as typed.
-
-    Without an `lr`, the recipe has no optimizer whose learning rate can be set. With `resume: auto`, the same command
-    would go on.
-    """
+def next_steps(trainer: Any, options: Sequence[str]) -> list[str]:
+    """The lines to print after a `fit` with these options, as typed."""
     found: list[str] = []
 
     def line(command: str, *added: str) -> str:
@@ -116,14 +111,4 @@ def next_steps(trainer: Any, options: Sequence[str], lr: float | None, resume: s
         checkpoint = short(newest.shown_path)
         more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer, newest))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
-        if isinstance(trainer.lightning_module, LanguageModel) and getattr(trainer.datamodule, "tokenizer", None):
-            text = shell_line(["generate", "--ckpt_path", checkpoint, "--prompt"])
-            found.append(f'Write:       {program()} {text} "..."')
-    if lr is not None:
-        again = _options_of_run(trainer, options, "--ckpt_path", *_LENGTHS)
-        other = "2e-3" if lr == 1e-3 else "1e-3"
-        again += ["--ckpt_path", "none"] if trainer.ckpt_path or resume == "auto" else []
-        found.append(f"Try next:    {program()} {shell_line(['fit', *again, '--model.optimizer.lr', other])}")
-    if program() in ("python -m lightning_tricks", "lightning-tricks"):  # not a script of the user's own
-        found.append(f"             {program()} ls   lists the other recipes")
     return found

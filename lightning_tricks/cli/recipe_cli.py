@@ -265,9 +265,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
             config["enable_model_summary"] = bool(config.get("enable_model_summary"))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Lightning's; a start that is refused leaves no folder."""
+        """Lightning's, and what to do after a stop."""
         try:
-            with self._run_folder:
+            with warnings.catch_warnings():  # `RunFolder.choose` adds a filter
                 super()._run_subcommand(subcommand)
         except Preempted as stop:
             trainer: Any = self.trainer
@@ -319,9 +319,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         trainer: Any = self.trainer
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        optimizer = (self.config["fit"]["model"].get("init_args") or {}).get("optimizer") or {}
-        lr = (optimizer.get("init_args") or {}).get("lr")
-        say("", *next_steps(trainer, self._options(), lr, self.config["fit"].get("resume")))
+        say("", *next_steps(trainer, self._options()))
 
 
 class _Untrained(RecipeCLI):

@@ -1,19 +1,10 @@
-"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it; a start that is refused leaves none.
+"""The folder of a run, `save_dir/name/version_N`, with its checkpoints in it."""
 
-What may be removed, and by whom: the process that made a folder, and no other, removes it when the command fails before
-that process has seen a batch, and only while nothing lies in it but the files that a start writes (`config.yaml`,
-`hparams.yaml`, `metrics.csv`, the process's own TensorBoard file); where training runs in other processes (`ddp_spawn`,
-`ddp_fork`, `ddp_notebook`), only while it is empty.
-"""
-
-import contextlib
 import itertools
 import os
-import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import fsspec
@@ -28,17 +19,13 @@ from lightning_tricks._trainer import (
     has_versions,
     logging_step,
     next_version,
-    trains_in_copies,
 )
 from lightning_tricks._writable import check_folders_of_run
 from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.cli.recipe_parser import lightning_cli
-from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.mixins.optimizer_mixin import say_if_never_validated
-
-_FILES_OF_A_START = ("config.yaml", "hparams.yaml", "metrics.csv")  # of SaveConfigCallback and of Lightning's loggers
 
 
 def expand_save_dirs(trainer: Any) -> None:
@@ -61,40 +48,15 @@ def check_folders(trainer: Any) -> None:
 
 
 class RunFolder(pl.Callback):
-    """The folders of one run. Use it as a context around the command, and call `choose` before the Trainer starts.
+    """The folders of one run: `choose` is called before the Trainer starts.
 
-    An exception before the first batch leaves the folders as they were, except for files of other processes: see above
-    what may be removed. This is also a callback, by which it knows of the first batch, and then says at which step a
-    resumed run goes on.
+    A callback, by which it knows of the first batch, and then says at which step a resumed run goes on.
     """
 
     def __init__(self) -> None:
         self._started = False
         self.checkpoint: str | None = None  # with which the run goes on
-        self._writes = True  # whether this process, and not its children, writes what a start writes
-        self._filters = contextlib.ExitStack()
         self._made: list[Path] = []
-        self._parents: list[Path] = []
-        self._before: dict[Path, dict[Path, bytes | None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the filter of warnings, which belongs to this process."""
-        return {**self.__dict__, "_filters": contextlib.ExitStack()}
-
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._filters.close()
-        if kind is None or self._started or issubclass(kind, Preempted):
-            return
-        for folder in self._made if self._writes else []:
-            _delete_start(folder)
-        for folder in (*self._made, *self._parents):  # the innermost first
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
-        for folder, files in self._before.items() if self._writes else ():
-            _restore(folder, files)
 
     def choose(self, command: str, checkpoint: str | None, trainer: Any) -> None:
         """Give each local logger of the Trainer its folder, and make it on rank 0.
@@ -102,10 +64,12 @@ class RunFolder(pl.Callback):
         A fit that starts afresh gets the next number, the same for all loggers: it finds no checkpoint of another run.
         One that resumes goes on in the run's folder that holds the checkpoint, or in the newest if checkpoints lie
         elsewhere (`dirpath`); a checkpoint of another recipe starts a new folder. An evaluation writes into a folder of
-        its command's name. Loggers that cannot resume get a new number each time, as with Lightning.
+        its command's name. Loggers that cannot resume get a new number each time, as with Lightning. A start that is
+        refused later leaves its folder.
+
+        For a run that goes on it adds a filter of warnings, to be taken back by the caller.
         """
         self.checkpoint = checkpoint
-        self._writes = not trains_in_copies(trainer)
         loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
         free = [logger for logger in loggers if chosen_version(logger) is None]
         next_number = max((next_version(logger) for logger in free), default=0)
@@ -123,9 +87,7 @@ class RunFolder(pl.Callback):
         for folder in (_root(logger) / folder_name(chosen_version(logger)) for logger in loggers):
             if not self._make(folder):
                 check_links(folder)
-                self._before[folder] = _files(folder)
         if checkpoint and command == "fit" and version is not None:  # the checkpoints there are the run's own
-            self._filters.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         for saver in trainer.checkpoint_callbacks if checkpoint and command != "fit" else []:
             if getattr(saver, "dirpath", "") is None:  # otherwise it warns that it saved elsewhere before
@@ -135,10 +97,8 @@ class RunFolder(pl.Callback):
         """Make a folder that is not there; False where it was there already, and this run did not make it."""
         if rank_zero_only.rank != 0 or folder in self._made:
             return True
-        missing = [parent for parent in folder.parents if not parent.exists()]
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            self._parents += missing
             folder.mkdir()
         except FileExistsError:
             if folder.is_dir():
@@ -162,26 +122,25 @@ class RunFolder(pl.Callback):
             rank_zero_info(f"Going on from step {logging_step(trainer)} of {short(trainer.ckpt_path)}")
         self._started = True
 
-    def on_validation_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        """An evaluation has begun, unless this is the sanity check before training."""
-        self._started |= not trainer.sanity_checking
-
-    def on_test_batch_start(self, *_: Any, **__: Any) -> None:
-        """A test or a prediction has begun."""
-        self._started = True
-
-    on_predict_batch_start = on_test_batch_start
-
 
 class SaveRecipe(lightning_cli.SaveConfigCallback):
     """Write `config.yaml` into the run's folder, beside its checkpoints; never over that of another run.
 
     Where another run has left one (no logger, or a logger with a fixed version), the file is `config-v1.yaml` and so
     on, as ModelCheckpoint numbers its files there. An evaluation there writes none. A fit that goes on writes over its
-    own.
+    own, once it has started: a recipe that is refused leaves the file as it was.
     """
 
     path: str | None = None  # of the file, once it is written
+
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Write the file of an evaluation."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Write the file of a fit."""
+        super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Write the file; Lightning calls it on rank 0."""
@@ -215,42 +174,6 @@ def _goes_on(trainer: Any, folder: str) -> bool:
     own = {os.path.realpath(place or os.path.join(folder, "checkpoints")) for place in savers}
     start = next((callback.checkpoint for callback in trainer.callbacks if isinstance(callback, RunFolder)), None)
     return start is not None and os.path.realpath(os.path.dirname(os.path.abspath(start))) in own
-
-
-def _files(folder: Path) -> dict[Path, bytes | None]:
-    """The files of a run's folder, with the text of the small ones that a start overwrites (`config.yaml`)."""
-    files = (path for path in folder.iterdir() if path.is_file())
-    return {path: path.read_bytes() if path.suffix == ".yaml" else None for path in files}
-
-
-def _is_of_this_start(path: Path) -> bool:
-    """Whether a file that has appeared in a run's folder is known to be written by the start of this process."""
-    of_tensorboard = re.fullmatch(rf"events\.out\.tfevents\.\d+\..*\.{os.getpid()}\.\d+", path.name)
-    return path.is_file() and (path.name in _FILES_OF_A_START or of_tensorboard is not None)
-
-
-def _delete_start(folder: Path) -> None:
-    """Empty a folder that this process has made, if nothing lies in it but what its start has written."""
-    with contextlib.suppress(OSError):
-        entries = list(folder.iterdir())
-        empty = [entry for entry in entries if entry.is_dir() and not any(entry.iterdir())]
-        files = [entry for entry in entries if _is_of_this_start(entry)]
-        if len(empty) + len(files) == len(entries):
-            for entry in empty:
-                entry.rmdir()
-            for entry in files:
-                entry.unlink()
-
-
-def _restore(folder: Path, files: dict[Path, bytes | None]) -> None:
-    """Undo what a start that was refused has done to the folder of a run."""
-    with contextlib.suppress(OSError):
-        for path in _files(folder).keys() - files.keys():
-            if _is_of_this_start(path):
-                path.unlink()
-        for path, text in files.items():
-            if text is not None and path.read_bytes() != text:
-                path.write_bytes(text)
 
 
 def _version_to_go_on(checkpoint: str, trainer: Any, loggers: Iterable[Any]) -> int | str | None:

@@ -1,30 +1,20 @@
-"""The commands, each of them one module or folder here, and the registry that reads them. Imports none of them.
+"""The commands: a row of `_TABLE` for each, of which help, suggestions, docs and completion are made. Imports none.
 
-Help, suggestions, the table in docs/command_line.md and the shell's completion are made from the registry: a new
-command is one new file. It begins with a block of constants, and has a function `run`:
+A command is a module or folder here, and has a function `run`, which is given by `Command.needs`:
 
-- `NAME`: as it is typed.
-- `HELP`: for the list of commands.
-- `NEEDS`: what `run` is given.
-    - "nothing": `run(args)`, the words after the name.
-    - "a recipe": `run(model, datamodule, trainer, *, ...)`, the objects of a recipe, and the Trainer's arguments as a
-      mapping: the recipe's devices need not exist here. Its other parameters are options of the command: their types
-      and defaults from the signature, their help from the docstring.
-    - "a Trainer": the same with a Trainer of one process on this machine; the option `ckpt_path`, if it has one, is a
-      checkpoint that can be opened.
-    - "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
-- `WORDS`, if there are some: names of other programs for it, which lead to it.
-- `RECIPES`, if there are some, of a command on a recipe: options that name the file of one more recipe. `run` gets each
-  of them as a `Recipe`.
+- "nothing": `run(args)`, the words after the name.
+- "a recipe": `run(model, datamodule, trainer, *, ...)`, the objects of a recipe, and the Trainer's arguments as a
+  mapping: the recipe's devices need not exist here. Its other parameters are options of the command: their types and
+  defaults from the signature, their help from the docstring.
+- "a Trainer": the same with a Trainer of one process on this machine; the option `ckpt_path`, if it has one, is a
+  checkpoint that can be opened.
+- "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
 """
 
 import argparse
-import ast
 import importlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -36,11 +26,15 @@ Needs = Literal["nothing", "a recipe", "a Trainer", "a fit"]
 
 @dataclass(frozen=True)
 class Command:
-    """One command; see the constants above.
+    """One command.
 
     Args:
+        name: as it is typed.
+        help: for the list of commands.
+        needs: what `run` is given; see above.
+        words: names of other programs for it, which lead to it.
         module: its name in this package; empty for a command of Lightning's.
-        recipes: options that name one more recipe each.
+        recipes: of a command on a recipe, options that name the file of one more recipe; `run` gets a `Recipe`.
     """
 
     name: str
@@ -86,50 +80,58 @@ class FitChange(Protocol):
         """The options by which `fit` itself would do the same."""
 
 
-_OF_LIGHTNING = (
-    Command(
-        "fit",
-        "train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or last; "
-        "--init_from FILE starts anew from its weights alone (fine-tuning)",
-        "a Trainer",
-        ("train", "pretrain", "run"),
-    ),
-    Command(
-        "validate",
-        "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
-        "a Trainer",
-        ("evaluate", "val"),
-    ),
+_TABLE = (
+    Command("fit", "train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or "
+            "last; --init_from FILE starts anew from its weights alone (fine-tuning)",
+            "a Trainer", ("train", "pretrain", "run")),
+    Command("validate", "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
+            "a Trainer", ("evaluate", "val")),
     Command("test", "the same on the test set", "a Trainer"),
-    Command(
-        "predict",
-        "log-probability of each token of the test set, to a file (--output FILE.jsonl)",
-        "a Trainer",
-        ("infer",),
-    ),
-)
+    Command("predict", "log-probability of each token of the test set, to a file (--output FILE.jsonl)",
+            "a Trainer", ("infer",)),
+    Command("autopsy", "the documents of one optimizer step by their loss: --ckpt_path FILE --step N",
+            "a Trainer", (), "autopsy"),
+    Command("average", "average the weights of checkpoints: average CKPT CKPT ... --output FILE [--weights 1,2,1]",
+            "nothing", ("soup", "merge", "mean", "ensemble"), "average"),
+    Command("branch", "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N",
+            "a fit", (), "branch"),
+    Command("check", "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 "
+            "if one fails", "a recipe", ("preflight", "pre-flight"), "check"),
+    Command("compare", "runs side by side: settings that differ, curves over steps, tokens, FLOPs and hours, and "
+            "what the seeds can show; exits with 1 if one is worse than the first",
+            "nothing", ("diff", "versus", "significance"), "compare"),
+    Command("completion", 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or '
+            "~/.zshrc", "nothing", (), "completion"),
+    Command("consolidate", "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
+            "nothing", (), "consolidate"),
+    Command("coordinate-check", "do activations keep their size at widths 64 to 1024? Flat with muP",
+            "a recipe", (), "coordinate_check"),
+    Command("cp", "copy a recipe, to change it: cp NAME [FOLDER or FILE]", "nothing", ("copy",), "cp"),
+    Command("doctor", "what is wrong with a run, by its logs: symptoms with evidence, cause and remedy; exits with 1 "
+            "if there are any", "nothing", ("diagnose", "diagnosis", "symptoms", "debug"), "doctor"),
+    Command("eval", "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai",
+            "nothing", ("lm-eval", "benchmark"), "eval"),
+    Command("export", "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output "
+            "FOLDER [--format gguf]",
+            "nothing", ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"), "export"),
+    Command("generate", 'continue a text: --ckpt_path FILE --prompt "..."', "nothing", (), "generate"),
+    Command("import", "a recipe that goes on training a Hugging Face folder: import FOLDER --output mine.yaml",
+            "nothing", ("from-hf", "continue-pretraining"), "import_folder"),
+    Command("ledger", "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger "
+            "differ; ledger check A: whether one is whole", "nothing", (), "ledger"),
+    Command("ls", "list the recipes that come with the collection", "nothing", ("list",), "ls"),
+    Command("plan", "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5",
+            "a recipe", ("estimate", "memory", "dry-run"), "plan"),
+    Command("prepare", "turn the recipe's text into token shards, and stop", "a recipe", ("tokenize",), "prepare"),
+    Command("runs", "a table of the runs in a folder: steps, validation, tokens, hours, and the settings that differ",
+            "nothing", ("history", "experiments", "results"), "runs"),
+    Command("schedule", "the learning rate of a recipe as a curve, before any step: --against R2.yaml",
+            "a recipe", ("plot", "lr"), "schedule", ("against",)),
+    Command("verify-resume", "train some steps straight, and with kill -9 and a resume: are they equal? --config "
+            "RECIPE.yaml", "nothing", ("verify", "check-resume"), "verify_resume"),
+)  # fmt: skip
 
-
-def _read(module: str, file: Path) -> Command | None:
-    """The command of a file, by the constants in it; None where it has none."""
-    if not file.is_file() or not (block := re.search(r"^NAME = .*?\n\n", file.read_text("utf-8"), re.M | re.S)):
-        return None
-    constants: dict[str, Any] = {}
-    for node in ast.parse(block[0]).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = ast.literal_eval(node.value)
-    words = tuple(constants.get("WORDS", "").replace("_", "-").split())
-    recipes = tuple(constants.get("RECIPES", "").split())
-    return Command(constants["NAME"], constants["HELP"], constants["NEEDS"], words, module, recipes)
-
-
-def _all() -> dict[str, Command]:
-    files = [path for path in sorted(Path(__file__).parent.iterdir()) if path.name != "__init__.py"]
-    own = [_read(path.stem, path / "__init__.py" if path.is_dir() else path) for path in files]
-    return {command.name: command for command in (*_OF_LIGHTNING, *own) if command is not None}
-
-
-COMMANDS: Mapping[str, Command] = _all()
+COMMANDS: Mapping[str, Command] = {command.name: command for command in _TABLE}
 
 
 def find(word: str) -> Command:

@@ -17,11 +17,6 @@ from lightning_tricks.commands import CommandParser
 from lightning_tricks.data.saved_tokenizer import find_record
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 
-NAME = "average"
-HELP = "average the weights of checkpoints: average CKPT CKPT ... --output FILE [--weights 1,2,1]"
-NEEDS = "nothing"
-WORDS = "soup merge mean ensemble"
-
 # what belongs to one run and is not that of an average
 _OF_ONE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops", "random_states")
 

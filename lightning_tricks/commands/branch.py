@@ -23,10 +23,6 @@ from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
 
-NAME = "branch"
-HELP = "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N"
-NEEDS = "a fit"
-
 _SET_BY_BRANCH = re.compile(
     r"--(trainer\.max_(?:steps|epochs)|total_tokens|init_from|[\w.]*\.decay_(?:start|steps|fraction))(?:=|$)"
 )

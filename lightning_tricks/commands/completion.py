@@ -3,10 +3,6 @@
 from lightning_tricks.commands import COMMANDS, CommandParser
 from lightning_tricks.commands.recipes import recipes_folder
 
-NAME = "completion"
-HELP = 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or ~/.zshrc'
-NEEDS = "nothing"
-
 _SCRIPT = """\
 [ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
 _lightning_tricks() {{

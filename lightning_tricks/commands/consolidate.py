@@ -11,10 +11,6 @@ from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
 
-NAME = "consolidate"
-HELP = "make one checkpoint file of a sharded one: consolidate FOLDER FILE"
-NEEDS = "nothing"
-
 
 def run(args: list[str]) -> None:
     """Write FILE from FOLDER."""

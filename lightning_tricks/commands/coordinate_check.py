@@ -24,10 +24,6 @@ from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.optim import build_optimizer, param_roles, schedule_free_parts
 from lightning_tricks.optim.mup import at_width
 
-NAME = "coordinate-check"
-HELP = "do activations keep their size at widths 64 to 1024? Flat with muP"
-NEEDS = "a recipe"
-
 DEFAULT_WIDTHS = (64, 128, 256, 512, 1024)
 DEFAULT_TOLERANCE = 0.3
 _TOKENS = 256  # in a batch of the command: sizes of activations are means over many numbers already

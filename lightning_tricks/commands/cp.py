@@ -11,11 +11,6 @@ from lightning_tricks._writable import check_folder
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.recipes import recipes_folder
 
-NAME = "cp"
-HELP = "copy a recipe, to change it: cp NAME [FOLDER or FILE]"
-NEEDS = "nothing"
-WORDS = "copy"
-
 
 def run(args: list[str]) -> None:
     """Copy a recipe, with the parts it includes; a part that is there already with the same text is left as it is."""

@@ -14,11 +14,6 @@ from lightning_tricks.commands.generate import trained_model
 from lightning_tricks.outputs._text_model import TextModel
 from lightning_tricks.outputs.lm_eval.lm_eval import harness
 
-NAME = "eval"
-HELP = "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai"
-NEEDS = "nothing"
-WORDS = "lm_eval benchmark"
-
 
 def run(args: list[str]) -> None:
     """Print lm_eval's table of the tasks, and write its results if a file is named."""

@@ -24,10 +24,6 @@ from lightning_tricks.models import generate as generate_tokens
 from lightning_tricks.models.attention import RotaryPositions
 from lightning_tricks.optim import MuP
 
-NAME = "generate"
-HELP = 'continue a text: --ckpt_path FILE --prompt "..."'
-NEEDS = "nothing"
-
 DEFAULT_NEW_TOKENS = 200
 _DEPTH = 4  # folders above `checkpoints` that `last` looks through: runs/NAME/version_N
 _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
@@ -170,7 +166,7 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
     """The decoder of a LanguageModel's checkpoint, on the CPU, with the weights in the number format of the file.
 
     Args:
-        checkpoint: as `torch.load` or `read_folder` returns it.
+        checkpoint: as `torch.load` or `open_checkpoint` returns it.
         path: its name in an error.
 
     Raises:

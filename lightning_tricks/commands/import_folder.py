@@ -26,11 +26,6 @@ from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_si
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, hf_family
 from lightning_tricks.models.hf_adapter import hf_weights
 
-NAME = "import"
-HELP = "a recipe that goes on training a Hugging Face folder: import FOLDER --output mine.yaml"
-NEEDS = "nothing"
-WORDS = "from_hf continue_pretraining"
-
 _LONGEST_ROW = 1024  # tokens of the short recipe's rows: longer ones take memory that a laptop may not have
 _SHORT = """\
 seed_everything: 0

@@ -13,13 +13,6 @@ from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 from lightning_tricks.monitors.run_ledger.ledger_file import PARTS, Ledger, read_ledger
 
-NAME = "ledger"
-HELP = (
-    "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger differ; ledger check A: "
-    "whether one is whole"
-)
-NEEDS = "nothing"
-
 TOLERANCE = 0.01  # of losses over world sizes; that of the same data elsewhere in the run differs by more
 
 NAMES = {"torch_random": "random state of torch", "other_random": "random state of NumPy and Python"}

@@ -3,11 +3,6 @@
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.recipes import recipes_folder
 
-NAME = "ls"
-HELP = "list the recipes that come with the collection"
-NEEDS = "nothing"
-WORDS = "list"
-
 
 def run(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""

@@ -5,11 +5,6 @@ from typing import Any
 from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import say
 
-NAME = "prepare"
-HELP = "turn the recipe's text into token shards, and stop"
-NEEDS = "a recipe"
-WORDS = "tokenize"
-
 
 def run(model: Any, datamodule: Any, trainer: Any) -> None:
     """Turn the recipe's text into token shards, and stop."""

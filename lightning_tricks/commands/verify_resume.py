@@ -22,11 +22,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.compare_records import Difference, Record, first_differences
 
-NAME = "verify-resume"
-HELP = "train some steps straight, and with kill -9 and a resume: are they equal? --config RECIPE.yaml"
-NEEDS = "nothing"
-WORDS = "verify check_resume"
-
 # In the order of cause and effect within a micro-batch, so that the first one that differs is the cause of the others.
 PARTS = ("data", "random state", "weights", "optimizer state", "scaler", "lr", "loss", "gradient norm")
 CHECKPOINT = "half.ckpt"  # in the folder of the run that is killed

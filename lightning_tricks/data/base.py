@@ -346,7 +346,7 @@ class ShardData(pl.LightningDataModule):
             steps: counted over the resumes.
             state: this module's in a checkpoint of the run.
         """
-        return BatchHistory.of_state(state.get("history", [])).rows(steps)
+        return BatchHistory.of_state(state["history"]).rows(steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """In a fit, go on with the row after those of the checkpoint.

@@ -98,8 +98,7 @@ class BatchHistory:
         """
         if not self.spans:
             raise UsageError(
-                f"step={step}: the checkpoint does not tell the samples of any step: its run overfitted a few batches, "
-                "or an older version wrote it"
+                f"step={step}: the checkpoint does not tell the samples of any step: its run overfitted a few batches"
             )
         spans = [span for span in self.spans if span.step <= step]
         if not spans:
@@ -296,7 +295,7 @@ class DataPosition:
         self._rows = self.skipped.index(state["samples"])
         self._steps = self._since = steps_done(trainer)
         changed = self._changed(state)
-        self._history = BatchHistory() if changed else BatchHistory.of_state(state.get("history", []))
+        self._history = BatchHistory() if changed else BatchHistory.of_state(state["history"])
         before = self._history.batch_size_before(self._steps)
         now = accumulation(trainer).at(max(self._steps - 1, 0)) * self.rows_at_once(trainer)
         if before not in (None, now):
@@ -312,8 +311,7 @@ class DataPosition:
 
     def _changed(self, state: dict[str, Any]) -> list[str]:
         """The settings in which a checkpoint's data differ from these, such as `seed 0 -> 1`."""
-        known = {"content": self.identity.get("content")} | state  # an older version did not write the content
-        return [f"{key} {known.get(key)} -> {now}" for key, now in self.identity.items() if known.get(key) != now]
+        return [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
 
     def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
         """See `ShardData.samples_of_step`."""
@@ -322,7 +320,7 @@ class DataPosition:
                 f"the checkpoint's batches came from other data settings ({', '.join(changed)}): give the recipe and "
                 "the data of its run"
             )
-        return BatchHistory.of_state(state.get("history", [])).runs(step)
+        return BatchHistory.of_state(state["history"]).runs(step)
 
     def step_samples(self, trainer: pl.Trainer) -> list[tuple[int, int]] | None:
         """First and last position of each run of samples in the step after the last completed one.

@@ -56,7 +56,7 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
     """The tokenizer of a checkpoint that was trained on `TextData`, or on `TokenData` with its `tokenizer`.
 
     Args:
-        checkpoint: as `torch.load` or `read_folder` returns it.
+        checkpoint: as `torch.load` or `open_checkpoint` returns it.
 
     Raises:
         UsageError: the checkpoint holds no tokenizer.
@@ -71,8 +71,7 @@ def tokenizer_from_checkpoint(checkpoint: dict[str, Any]) -> SavedTokenizer:
     record = find_record(checkpoint)
     if record is None:
         raise UsageError(
-            "the checkpoint holds no tokenizer: it was trained on data that knew none, or by an older version; "
-            "give the tokenizer's own file"
+            "the checkpoint holds no tokenizer: it was trained on data that knew none; give the tokenizer's own file"
         )
     return SavedTokenizer(as_text_only(_from_json(record)), record["name"], record["eot_id"])
 

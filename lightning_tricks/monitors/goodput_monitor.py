@@ -134,13 +134,10 @@ class RunTime:
         self._steps_before = self.seconds()["steps"]
 
 
-def places_for(checkpoint: Any) -> list[Path]:
-    """Where the file of a run lies, by the path of a checkpoint: the place of today, then that of earlier versions.
-
-    It is the run's folder where the checkpoint is in `checkpoints`, its folder there, else the checkpoint's own folder.
-    """
+def file_for(checkpoint: Any) -> Path:
+    """The file of the run of a checkpoint: beside the folder `checkpoints`, else beside the checkpoint."""
     folder = Path(checkpoint).absolute().parent
-    return [folder.parent / FILE, folder / FILE] if folder.name == "checkpoints" else [folder / FILE]
+    return (folder.parent if folder.name == "checkpoints" else folder) / FILE
 
 
 def _folders_of_runs(trainer: Any) -> list[str]:
@@ -185,14 +182,13 @@ class History:
         for path in places:
             for record in read_records(path):
                 if record["run"] == run:
-                    self.earlier, self.saves = record["processes"], record["saves"]
-                    self.path = places_for(path)[0]  # the file of an earlier version moves
+                    self.earlier, self.saves, self.path = record["processes"], record["saves"], path
                     return
 
     def place_by(self, checkpoint: Any) -> None:
         """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
         if self.path is None and "://" not in str(checkpoint):
-            self.path = places_for(checkpoint)[0]
+            self.path = file_for(checkpoint)
 
     def add_save(self, save: Interval) -> None:
         """Note a save."""
@@ -332,7 +328,7 @@ class GoodputMonitor(pl.Callback):
         state, self._loaded = self._loaded, {}
         if not state:
             return
-        places = places_for(self._trainer.ckpt_path)  # first, because the folder may have been moved
+        places = [file_for(self._trainer.ckpt_path)]  # first, because the folder may have been moved
         file = Path(str(state["file"]))
         if file.name == FILE and any(is_inside(Path(folder), file) for folder in _folders_of_runs(self._trainer)):
             places.append(file)  # a checkpoint of somebody else may name any

@@ -310,7 +310,7 @@ class Muon(Optimizer):
         """bf16; on a CPU the faster of bf16 and fp32 in the first step, which all ranks take, and a resume too."""
         if weight.param.device.type != "cpu":
             return torch.bfloat16
-        if group.get("ns_dtype") is None:
+        if group["ns_dtype"] is None:
             group["ns_dtype"] = "bfloat16" if self._all_multiply_bf16_fast(weight.param) else "float32"
         return torch.float32 if group["ns_dtype"] == "float32" else torch.bfloat16
 

@@ -3,11 +3,9 @@
 import json
 import math
 from collections.abc import Mapping
-from datetime import date
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
@@ -16,84 +14,39 @@ from lightning_tricks._trainer import data_rank
 
 
 def rows_of(prediction: Any) -> list[Any]:
-    """One entry in plain types for each row of a batch: along the first dimension of a tensor, or of several tensors.
+    """One entry in plain types for each row of a batch: of a tensor, or of a dict of tensors with equally many rows.
 
-    A dict, list or tuple with tensors gives rows of the same form. In it, a list beside the tensors has an entry for
-    each row; a value without rows, such as a number, a text or a tensor without dimensions, is in each row. A list of
-    dicts gives a row for each dict. Anything else that `predict_step` may return is one row. NaN and infinities become
-    None.
+    Rows lie along the first dimension. NaN and infinities become None.
 
     Raises:
-        UsageError: the parts of a dict, list or tuple have different numbers of rows; a value that JSON cannot hold.
+        UsageError: the tensors of a dict have different numbers of rows; anything but tensors.
     """
-    rows = _rows(prediction)
-    return [_plain(prediction)] if rows is None else rows
-
-
-def _rows(value: Any) -> list[Any] | None:
-    """A value's own rows; None if it has none."""
-    if isinstance(value, Tensor):
-        rows: list[Any] | None = _plain(value) if value.dim() else None
+    if isinstance(prediction, Tensor) and prediction.dim():
+        rows: list[Any] = _plain(prediction)
         return rows
-    if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, Mapping):
-        return _joined({str(name): part for name, part in value.items()})
-    if isinstance(value, (list, tuple)):
-        joined = _joined({f"[{index}]": part for index, part in enumerate(value)})
-        return None if joined is None else [list(row.values()) for row in joined]
-    return None
-
-
-def _joined(parts: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The rows of several values; None if no value has rows."""
-    found = {name: _rows_if_any(part) for name, part in parts.items()}
-    if (count := next((len(rows) for rows in found.values() if rows is not None), None)) is None:
-        return None
-    for name, part in parts.items():
-        rows = found[name]
-        if isinstance(part, (list, tuple)) and (rows is None or len(rows) != count):
-            rows = found[name] = [_plain(entry) for entry in part]
-        if rows is not None and len(rows) != count:
-            first = next(iter(name for name, rows in found.items() if rows is not None))
-            raise UsageError(
-                f"predict_step: '{first}' has {count} rows and '{name}' has {len(rows)}: return equally many rows of "
-                "each, or for rows of different lengths a list of dicts, one for each row"
-            )
-    columns = {name: [_plain(parts[name])] * count if rows is None else rows for name, rows in found.items()}
+    if not isinstance(prediction, Mapping) or not all(isinstance(p, Tensor) and p.dim() for p in prediction.values()):
+        raise UsageError(
+            f"predict_step: {type(prediction).__name__} cannot be written: return a tensor with a row for each row of "
+            "the batch, or a dict of such tensors"
+        )
+    counts = {name: len(part) for name, part in prediction.items()}
+    if len(set(counts.values())) > 1:
+        raise UsageError(f"predict_step: {counts} rows: return equally many rows of each")
+    columns = {str(name): _plain(part) for name, part in prediction.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _rows_if_any(value: Any) -> list[Any] | None:
-    """A value's own rows; None also if its parts have different numbers of rows: it may be a list with one for each."""
-    try:
-        return _rows(value)
-    except UsageError:
-        return None
+def _plain(value: Tensor) -> Any:
+    """The numbers of a tensor, in full; NaN and infinities, which JSON does not have, are None."""
+    value = value.detach().cpu()
+    value = value.double() if value.is_floating_point() and value.itemsize < 4 else value
+    return value.tolist() if value.isfinite().all() else _without_nan(value.tolist())
 
 
-def _plain(value: Any) -> Any:
-    """A value in the types of JSON, with all of its numbers; NaN and infinities, which JSON does not have, are None."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value.double() if value.is_floating_point() and value.itemsize < 4 else value
-        return value.tolist() if value.isfinite().all() else _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, (complex, PurePath, date, torch.dtype, torch.device)):
-        return str(value)
-    if hasattr(value, "tolist"):  # an array or number of numpy
-        return _plain(value.tolist())
-    raise UsageError(
-        f"predict_step: a {type(value).__name__} cannot be written to JSON: return tensors, numbers, text, or dicts, "
-        "lists and tuples of them"
-    )
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return value if math.isfinite(value) else None
 
 
 class PredictionWriter(pl.Callback):

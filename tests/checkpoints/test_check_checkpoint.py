@@ -125,7 +125,7 @@ def test_bytes_behind_the_end_are_found(small):
 
 def test_a_checkpoint_of_a_newer_version_says_what_to_install(small, monkeypatch):
     monkeypatch.setattr(record, "VERSION", 0)
-    expected = f"{small} is a checkpoint of version 2, and this lightning_tricks reads up to 0: pip install -U"
+    expected = f"{small} is a checkpoint of version 1, and this lightning_tricks reads up to 0: pip install -U"
     assert refusal(small, load).startswith(expected)
 
 

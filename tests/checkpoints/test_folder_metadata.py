@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import check_checkpoint, read_folder
+from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 def refused(folder: Path, match: str, weights_only: bool | None = None) -> None:
     with pytest.raises(UsageError, match=match) as caught:
-        read_folder(folder, weights_only)
+        open_checkpoint(folder, weights_only=weights_only)
     assert "\n" not in str(caught.value)
 
 
@@ -102,7 +102,7 @@ def test_a_program_in_the_place_of_a_setting_is_refused_and_not_run(weights_only
     folder = write_shards(tmp_path / "at.ckpt", shards)
     refused(folder, r"holds \w+\.system, which weights_only=True does not let in", weights_only)
     assert not marker.exists()
-    read_folder(folder, weights_only=False)  # who asks for it gets it
+    open_checkpoint(folder, weights_only=False)  # who asks for it gets it
     assert marker.exists()
 
 

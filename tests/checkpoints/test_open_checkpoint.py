@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_tricks import RecipeCLI
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, read_folder, size_of_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, size_of_folder
 from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups, keep_settings_on_load
 
@@ -33,7 +33,7 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(2, dtype=torch.bf
 def test_names_become_places_in_the_order_of_the_groups(tmp_path):
     shards = {"state_dict": WEIGHTS, "optimizer_0": NAMED, "optimizer_1": {"state": {}, "param_groups": []}}
     shards["optimizer_1"]["param_groups"] = [{"lr": 1.0, "params": ["a"]}]
-    found = read_folder(write_shards(tmp_path / "at.ckpt", shards), weights_only=True)
+    found = open_checkpoint(write_shards(tmp_path / "at.ckpt", shards), weights_only=True)
     assert found.keys() == {*REST, "state_dict", "optimizer_states"}
     assert found["global_step"] == 3
     assert found["state_dict"].keys() == WEIGHTS.keys()
@@ -60,14 +60,14 @@ def test_the_order_in_which_shards_are_listed_does_not_matter():
 
 def test_ten_optimizers_keep_their_order_and_weights_have_the_name_that_fsdp1_gives_them_too(tmp_path):
     states = {f"optimizer_{i}": {"param_groups": [{"lr": float(i), "params": ["a"]}]} for i in range(11)}
-    found = read_folder(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS, **states}))
+    found = open_checkpoint(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS, **states}))
     assert [state["param_groups"][0]["lr"] for state in found["optimizer_states"]] == [float(i) for i in range(11)]
     assert found["state_dict"].keys() == WEIGHTS.keys()
     assert "model" not in found
 
 
 def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
-    found = read_folder(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, {"global_step": 3}))
+    found = open_checkpoint(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, {"global_step": 3}))
     assert found.keys() == {"global_step", "state_dict"}
 
 
@@ -92,16 +92,16 @@ def test_the_size_counts_each_tensor_once(tmp_path):
 
 def test_a_folder_of_another_program_is_refused(tmp_path):
     with pytest.raises(UsageError, match="holds no state_dict: it is a checkpoint of another program"):
-        read_folder(write_shards(tmp_path / "at.ckpt", {"weights": WEIGHTS}))
+        open_checkpoint(write_shards(tmp_path / "at.ckpt", {"weights": WEIGHTS}))
 
 
 def test_what_weights_only_refuses_is_named_in_one_line(tmp_path):
     rest = {**REST, "hyper_parameters": {"path": Path("x")}}
     folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, rest)
-    assert read_folder(folder, weights_only=False)["hyper_parameters"] == {"path": Path("x")}
+    assert open_checkpoint(folder, weights_only=False)["hyper_parameters"] == {"path": Path("x")}
     for weights_only in (None, True):
         with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in") as caught:
-            read_folder(folder, weights_only)
+            open_checkpoint(folder, weights_only=weights_only)
         assert "\n" not in str(caught.value)
 
 
@@ -117,7 +117,7 @@ def test_a_shard_with_other_bytes_in_a_folder_without_checksums_is_damaged(place
     content[place] = bytes(len(content[place]))
     shard.write_bytes(content)
     with pytest.raises(UsageError, match=rf"^damaged: {folder} cannot be read \({reason}.*\)$"):
-        read_folder(folder, weights_only)
+        open_checkpoint(folder, weights_only=weights_only)
 
 
 class Line(Small):
@@ -152,7 +152,7 @@ def file_and_folder(tmp_path):
 
 def test_a_folder_is_read_as_the_file_that_a_plain_trainer_saved(file_and_folder):
     file, folder = file_and_folder
-    expected, found = flat(torch.load(file, weights_only=True)), flat(read_folder(folder, weights_only=True))
+    expected, found = flat(torch.load(file, weights_only=True)), flat(open_checkpoint(folder, weights_only=True))
     assert found.keys() == expected.keys()
     assert ("optimizer_states", 0, "param_groups", 1, "param_names", 0) in found
     assert ("hyper_parameters", "weight_decay") in found

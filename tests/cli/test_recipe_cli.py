@@ -44,13 +44,6 @@ def refusal(monkeypatch, error: Exception) -> Exception:
     return raised.value
 
 
-def test_fsdp1_with_a_plugin_says_what_to_write(monkeypatch):
-    # FSDPStrategy says so when it is given a plugin, which needs a GPU to come so far
-    said = "The FSDP strategy can only work with the `FSDPPrecision` plugin, found BF16Mixed()"
-    line = str(refusal(monkeypatch, TypeError(said)))
-    assert line == f"trainer: {said}: set trainer.precision in place of the plugin, or shard with FSDP2 (FSDP2Strategy)"
-
-
 @pytest.mark.parametrize("error", [UsageError("FSDP2Strategy.dp=3: ..."), RuntimeError("of an unknown kind")])
 def test_an_error_of_the_trainer_that_is_a_line_already_or_of_an_unknown_kind_is_raised_as_it_is(error, monkeypatch):
     assert refusal(monkeypatch, error) is error

@@ -19,14 +19,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks import __main__ as door
 from lightning_tricks import _writable
 from lightning_tricks._errors import UsageError
+from lightning_tricks._launcher_variables import check_launcher_variables
 from lightning_tricks._writable import check_file
-
-
-class Print:
-    """Would print a word where pickle is let in."""
-
-    def __reduce__(self) -> Any:
-        return print, ("let in",)
+from lightning_tricks.cli.fit_options import check_options
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +54,9 @@ def other_class(checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"] = {"layer.weight": torch.ones(1, 2)}
 
 
-def other_shapes(checkpoint: dict[str, Any]) -> None:
-    del checkpoint["decoder_config"]
-    checkpoint["state_dict"]["decoder.embed.weight"] = torch.ones(2, 2)
-
-
 CHANGES = {
-    "missing": lambda checkpoint: checkpoint["state_dict"].pop("decoder.embed.weight"),
-    "extra": lambda checkpoint: checkpoint["state_dict"].update({"more.weight": torch.ones(1)}),
-    "shapes": other_shapes,
     "other": other_class,
     "weights": without_optimizer,
-    "pickle": lambda checkpoint: checkpoint.update(more=Print()),
     "no_version": lambda checkpoint: checkpoint.pop("pytorch-lightning_version"),
 }
 
@@ -128,9 +114,58 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
     assert not (tmp_path / "cold").exists()
 
 
-def test_the_table_is_long_enough_and_most_are_refused_before_the_data():
-    assert len(ROWS) >= 260
-    assert sum(row.warm for row in ROWS) <= 20  # the others are refused before the text is tokenized
+LAUNCHERS = [
+    ({"WORLD_SIZE": "abc"}, r"^WORLD_SIZE='abc': .* whole number: .* `unset WORLD_SIZE`$"),
+    ({"LOCAL_RANK": "-1"}, "^LOCAL_RANK='-1'"),
+    ({"NODE_RANK": "1.5"}, r"^NODE_RANK='1\.5'"),
+    ({"MASTER_PORT": ""}, "^MASTER_PORT=''"),
+    ({"SLURM_NTASKS": "four"}, "^SLURM_NTASKS='four'"),
+    ({"LOCAL_WORLD_SIZE": "٤"}, "^LOCAL_WORLD_SIZE='٤'"),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, "^RANK=5, WORLD_SIZE=2: ranks count from 0 .* torchrun"),
+    ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "^LOCAL_RANK=2, LOCAL_WORLD_SIZE=2: .* `unset LOCAL_RANK"),
+    ({"MASTER_PORT": "99999"}, "^MASTER_PORT=99999: ports go up to 65535"),
+]
+
+
+@pytest.mark.parametrize(("variables", "line"), LAUNCHERS)
+def test_a_variable_that_no_launcher_sets_is_named_with_its_value(variables, line):
+    with pytest.raises(UsageError, match=line):
+        check_launcher_variables(variables)
+
+
+NUMBERS = [
+    ({"seed_everything": -1}, "seed_everything=-1", "0 to 4294967295"),
+    ({"seed_everything": 2**32}, "seed_everything=4294967296", "0 to 4294967295"),
+    ({"resume": "last"}, "resume=last", "give auto"),
+    ({"trainer": [1, 2]}, "trainer=[1, 2]", "settings below it"),
+    ({"data": {"init_args": {"num_workers": 10**24}}}, "data.num_workers=1000", "64 bits"),
+    *(
+        ({"trainer": {name: value}}, f"trainer.{name}={value}", remedy)
+        for name, value, remedy in (
+            ("max_steps", 10**24, "64 bits"),
+            ("accumulate_grad_batches", 0, "1 or more"),
+            ("val_check_interval", 0, "limit_val_batches: 0"),
+            ("check_val_every_n_epoch", 0, "1 or more"),
+            ("limit_train_batches", -1, "above 0"),
+            ("log_every_n_steps", -1, "0 for no log"),
+            ("num_sanity_val_steps", -7, "-1 for a whole one"),
+            ("min_steps", -5, "or null"),
+            ("num_nodes", 0, "the number of hosts"),
+            ("devices", 0, "from 1 to 1024"),
+            ("devices", 10_000_000, "from 1 to 1024"),
+            ("gradient_clip_val", -1, "above 0"),
+            ("gradient_clip_val", float("nan"), "above 0"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "value", "remedy"), NUMBERS)
+def test_a_number_on_which_lightning_would_fail_later_is_refused(options, value, remedy):
+    with pytest.raises(UsageError) as caught:
+        check_options(options)
+    assert str(caught.value).startswith(value)
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -169,8 +204,6 @@ def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_
     with pytest.raises(UsageError, match=r"^runs/log: No space left on device; free some space"):  # noqa: SIM117
         with usage_errors(lambda: None):
             raise OSError(28, "No space left on device", "runs/log")
-    with pytest.raises(UsageError, match=r"^ckpt_path=w\.ckpt: .*saved whole"), usage_errors(lambda: "w.ckpt"):
-        raise KeyError("Trying to restore optimizer state but checkpoint contains only the model.")  # Lightning's
     with pytest.raises(UsageError, match=r"^No `val_dataloader\(\)` method$"), usage_errors(lambda: None):
         raise MisconfigurationException("No `val_dataloader()`\n    method ")
     with pytest.raises(PermissionError), usage_errors(lambda: None):

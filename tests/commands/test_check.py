@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -294,7 +293,7 @@ def test_fit_warns_where_not_even_one_checkpoint_fits(folder, monkeypatch):
 
 # ---- GPUs, as far as they are known by paths and figures
 
-HERE = machine.GPUs(4, "H100 80GB HBM3", (9, 0), "570.1", "13.0", 91900, "cudnn_attention", ())
+HERE = machine.GPUs(4, "H100 80GB HBM3", (9, 0), "570.1", "13.0", 91900, "cudnn_attention")
 
 
 def test_more_devices_than_are_there_are_refused(folder, monkeypatch):
@@ -325,34 +324,7 @@ def test_the_drivers_version_is_read(tmp_path):
     assert machine.driver_version(file) == "580.65.06"
 
 
-def test_a_cudnn_that_comes_before_torchs_own_is_found(tmp_path):
-    wheel, other, empty = (tmp_path / name for name in ("wheel", "other", "empty"))
-    for place in (wheel, other, empty):
-        place.mkdir()
-    for place in (wheel, other):
-        (place / "libcudnn.so.9").touch()
-    own = [wheel / "libcudnn.so.9", Path("/lib/libc.so.6")]
-    assert machine.foreign_cudnn("", wheel, own) == ()
-    assert machine.foreign_cudnn(f"{empty}", wheel, own) == ()
-    assert machine.foreign_cudnn(f"{empty}:{other}", wheel, own) == (other,)
-    assert machine.foreign_cudnn(f"{wheel}:{other}", wheel, own) == ()  # torch's own comes first
-    graph = other / "libcudnn_graph.so.9"
-    assert machine.foreign_cudnn("", wheel, [*own, graph]) == (graph,)
-    assert machine.foreign_cudnn(f"{other}", None, [graph]) == ()  # a torch that brings none
-    maps = tmp_path / "maps"
-    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 12   {graph}\n7f01-7f02 rw-p 00000000 00:00 0 \n")
-    assert machine.loaded_libraries(maps) == [graph]
-
-
-def test_another_cudnn_is_a_fault_on_hopper_and_a_note_elsewhere(folder, monkeypatch):
-    shadowed = replace(HERE, foreign_cudnn=(Path("/opt/cudnn"),))
-    monkeypatch.setattr(listed, "gpus_here", lambda *args: shadowed)
-    result = found(folder, checks=only("attention"), accelerator="gpu")["attention"]
-    assert result.failed
-    assert result.line.startswith("LD_LIBRARY_PATH: /opt/cudnn comes before torch's own cuDNN (loaded: 91900)")
-    assert result.line.endswith("take the folder out of LD_LIBRARY_PATH")
-    monkeypatch.setattr(listed, "gpus_here", lambda *args: replace(shadowed, capability=(8, 0)))
-    assert found(folder, checks=only("attention"), accelerator="gpu")["attention"].mark == "--"
+def test_the_kernel_of_attention_is_named(folder, monkeypatch):
     monkeypatch.setattr(listed, "gpus_here", lambda *args: HERE)
     line = found(folder, checks=only("attention"), accelerator="gpu")["attention"].line
     assert line == "cudnn_attention in bf16, cuDNN 91900"

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
@@ -27,11 +26,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.runs import read_run
 from lightning_tricks.commands.schedule.curves import NamedPlan, lr_lines, place_of
-from lightning_tricks.commands.schedule.picture import draw_picture
 from lightning_tricks.commands.schedule.plan import planned, without_weights
-from lightning_tricks.commands.schedule.present import present_step
 from lightning_tricks.commands.schedule.terminal import draw_in_terminal, marks_row, ticks_row
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
@@ -260,13 +256,13 @@ def plans(*lengths, **options):
 def test_the_terminal_shows_the_curve_within_80_columns_and_24_lines_in_both_alphabets():
     named = plans(400, param_rules=[ParamRule("embed", lr_scale=4.0)])
     for unicode, allowed in ((True, r"[\x20-\x7e─│┌┐└┘▁█\u2800-\u28ff]*"), (False, r"[\x20-\x7e]*")):
-        lines = draw_in_terminal(named, constant=True, present=100, unicode=unicode).split("\n")
+        lines = draw_in_terminal(named, constant=True, unicode=unicode).split("\n")
         assert all(re.fullmatch(allowed, line) for line in lines)
         assert len(lines) <= 23
         assert max(map(len, lines)) <= 80
         assert lines[0] == "lr over steps of r0: 400 steps, 12.8k tokens"
         text = "\n".join(lines)
-        for words in ("decay:embed (lr x 4)", "constant 0.01", "now: 100 of 400 steps done", "now", "12.8k"):
+        for words in ("decay:embed (lr x 4)", "constant 0.01", "12.8k"):
             assert words in text
     assert "None" not in text
     assert draw_in_terminal(named, columns=120, lines=50).count("\n") > text.count("\n")
@@ -305,50 +301,14 @@ def test_more_groups_than_the_terminal_can_tell_apart_are_counted():
     rules = [ParamRule(f"blocks.0.{part}", lr_scale=2.0 + i) for i, part in enumerate(("attn.q", "attn.k", "attn.v"))]
     rules += [ParamRule(name, lr_scale=8.0 + i) for i, name in enumerate(("embed", "head", "attn.o"))]
     text = draw_in_terminal(plans(100, param_rules=rules))
-    assert "1 more curves: a picture has them all" in text
+    assert "1 more curves are not drawn" in text
     assert len(re.findall(r"(\S)\1 (?:no_)?decay", text)) == 6
 
 
-# ---- pictures
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_picture_has_the_marks_the_groups_and_the_page_that_it_is_for(tmp_path, dark):
-    saver = SafeCheckpoint(every_n_train_steps=10, permanent_steps=20)
-    plan = planned(
-        model(WarmupStableDecay(warmup_steps=4, decay_steps=8)),
-        DATA,
-        settings(40, callbacks=[saver], val_check_interval=5),
-    )
-    files = [tmp_path / "curve.png", tmp_path / "curve.svg"]
-    named = [NamedPlan("r", plan), *plans(60)]
-    draw_picture(named, files, constant=True, present=30, dark=dark)
-    text = files[1].read_text()
-    ElementTree.fromstring(text)
-    # letters are drawn as paths; matplotlib leaves each text in a comment
-    comments = set(re.findall(r"<!-- (.+?) -->", text))
-    assert {
-        "warmup",
-        "stable",
-        "decay",
-        "now, step 30",
-        "learning rate",
-        "validation (8)",
-        "checkpoint (4)",
-    } <= comments
-    assert {"kept for ever (2)", "r: decay, no_decay", "r0: decay, no_decay", "constant 0.01"} <= comments
-    assert ("#0d1117" in text) == dark
-    assert ("#ffffff" in text) == (not dark)
-    assert files[0].read_bytes().startswith(b"\x89PNG")
-    draw_picture(named, [tmp_path / "again.svg"], constant=True, present=30, dark=dark)
-    assert (tmp_path / "again.svg").read_text() == text  # the same plan, the same file
-
-
-@pytest.mark.parametrize(("package", "draws"), [("uniplot", draw_in_terminal), ("matplotlib", draw_picture)])
-def test_a_missing_package_is_one_line_with_the_command(package, draws, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=rf"needs {package}: pip install 'lightning-tricks\[plot\]'"):
-        draws(plans(4), *([[tmp_path / "a.png"]] if draws is draw_picture else []))
+def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uniplot", None)
+    with pytest.raises(UsageError, match=r"needs uniplot: pip install 'lightning-tricks\[plot\]'"):
+        draw_in_terminal(plans(4))
 
 
 # ---- the command
@@ -367,51 +327,16 @@ total_tokens: 640
 """
 
 
-def checkpoint_of(step):
-    return {"global_step": step, "state_dict": {}, "pytorch-lightning_version": "2.6.0"}
-
-
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
-def test_the_command_draws_a_recipe_in_tokens_against_another_one_and_marks_a_run(tmp_path, capsys, monkeypatch):
+def test_the_command_draws_a_recipe_in_tokens_against_another_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "90")
     (tmp_path / "one.yaml").write_text(RECIPE)
     (tmp_path / "two.yaml").write_text(RECIPE.replace("640", "320").replace("1.0e-2", "2.0e-2"))
-    folder = tmp_path / "first/version_0/checkpoints"
-    folder.mkdir(parents=True)
-    torch.save(checkpoint_of(7), folder / "step=7.ckpt")
-    words = [
-        "schedule",
-        "--config",
-        "one.yaml",
-        "--against",
-        "two.yaml",
-        "--ckpt_path",
-        "last",
-        "--output",
-        "c.svg,c.png",
-    ]
-    door.run(words)
+    door.run(["schedule", "--config", "one.yaml", "--against", "two.yaml"])
     said = capsys.readouterr().out
     assert "lr over steps of first: 20 steps, 640 tokens" in said
     assert "two: 10 steps, 320 tokens, peak lr 0.02" in said
-    assert "now: 7 of 20 steps done" in said
-    assert said.endswith("drawn: c.svg, c.png\n")
-    assert (tmp_path / "c.png").stat().st_size > 10_000
     door.run(["schedule", "--config", "one.yaml", "--total_tokens", "1280"])
     assert "40 steps, 1.28k tokens" in capsys.readouterr().out
     assert planned(*load_recipe("--config", "one.yaml")).total_steps == 20
-
-
-def test_the_present_step_is_that_of_the_newest_checkpoint_or_of_the_log(tmp_path):
-    with pytest.raises(UsageError, match="neither checkpoints nor steps"):
-        present_step(str(tmp_path), {})
-    (tmp_path / "metrics.csv").write_text("step,train/loss\n9,1.0\n")
-    assert present_step(str(tmp_path), {}) == 10
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(checkpoint_of(12), tmp_path / "checkpoints/a.ckpt")
-    assert present_step(str(tmp_path), {}) == 12
-    assert present_step(str(tmp_path / "checkpoints/a.ckpt"), {}) == 12
-    assert read_run.read_run(tmp_path).steps == 10
-    with pytest.raises(UsageError, match="there is no run with checkpoints in the recipe, which names no logger"):
-        present_step("last", {})

@@ -103,7 +103,7 @@ def test_rows_are_counted_by_step_and_global_batch():
 
 def test_after_a_change_of_the_global_batch_the_rows_before_it_still_count():
     resumed = position(size=5)
-    resumed.load_state_dict({"samples": 240, "micro_batches": 3, "seed": 0})
+    resumed.load_state_dict({"samples": 240, "micro_batches": 3, "seed": 0, "history": []})
     now = trainer(global_step=10, fit_loop=loop(30, 29))
     resumed.begin(now)
     assert resumed.rows(now) == 240
@@ -132,7 +132,7 @@ def counters(now):
 def test_counters_go_back_to_the_last_whole_step(ready, completed, saved, now, expected):
     resumed = trainer(max_steps=100, accumulate_grad_batches=now, fit_loop=loop(ready, completed))
     place = position()
-    place.load_state_dict({"samples": 0, "micro_batches": saved, "seed": 0})
+    place.load_state_dict({"samples": 0, "micro_batches": saved, "seed": 0, "history": []})
     place.begin(resumed)
     assert counters(resumed) == expected
 
@@ -168,7 +168,7 @@ def test_a_loaded_position_counts_for_one_fit_alone():
         return now
 
     position = DataPosition(2, {}, NONE)
-    position.load_state_dict({"samples": 40, "micro_batches": 1})
+    position.load_state_dict({"samples": 40, "micro_batches": 1, "history": []})
     position.begin(resumed := run(10))
     assert position.rows(resumed) == 40
     position.begin(second := run(13))  # a second fit goes on with new rows

@@ -104,8 +104,7 @@ class Moments:
 
 CHANGES: dict[Any, tuple[str, ...]] = {
     Path: ("replace", "rename", "unlink", "symlink_to"),
-    os: ("link",),
-    shutil: ("copyfile", "rmtree"),
+    shutil: ("rmtree",),
 }
 
 
@@ -124,19 +123,10 @@ def save_once_more(folder: Path, how: str, asynchronous: bool) -> None:
         io.save_checkpoint({"global_step": step, "state_dict": {"weight": torch.full((100,), float(step))}}, path)
         io.wait()
         return
-    if how == "copy":
-        refuse_links()
     last = folder / "last.ckpt"
     done = read_record(last).step if last.exists() else 0
     saver = SafeCheckpoint(folder, every_n_train_steps=1, keep_last=1, asynchronous=asynchronous)
     trainer_with(saver, max_steps=done + 2).fit(Small(optimizer=adamw), ckpt_path=last if done else None)
-
-
-def refuse_links() -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("this file system has no links")
-
-    Path.symlink_to = os.symlink = os.link = refuse
 
 
 class Model(pl.LightningModule):

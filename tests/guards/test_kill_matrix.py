@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 
 # ---- in a save
 
-SAVES = [(how, asynchronous) for how in ("file", "link", "copy") for asynchronous in (False, True)]
+SAVES = [(how, asynchronous) for how in ("file", "link") for asynchronous in (False, True)]
 KINDS = ("SIGKILL", "ENOSPC")
 
 

@@ -95,15 +95,6 @@ def test_a_window_of_128_steps_has_new_limits_every_16_and_goes_on_between_them_
     assert new == list(range(16, 203, 16))
 
 
-def test_a_window_of_the_first_release_goes_on():
-    old = {"values": torch.tensor([[5.0, 2.0, 3.0, 4.0]]), "accepted": 5, "known_full": True}
-    kept = window()
-    kept.load_state_dict(old)
-    kept.accept(torch.tensor([6.0]), ACCEPTED)
-    assert kept.state_dict()["values"].tolist() == [[5.0, 6.0, 3.0, 4.0]]
-    assert kept.limits.item() == pytest.approx(4.5 + 2 * math.sqrt(5 / 3))
-
-
 def test_a_ratio_raises_the_limit_to_so_many_times_the_largest_value():
     kept = OutlierWindow([0.0, 3.0], 4, 2, 2.0, "cpu")
     for value in (1.0, 3.0, 2.0):

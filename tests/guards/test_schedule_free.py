@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, WarmupCosine
 from lightning_tricks._errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
-from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
 from lightning_tricks.guards import schedule_free
 from lightning_tricks.guards.step_guard.step_guard import skipping
 from lightning_tricks.mixins import OptimizerMixin
@@ -539,7 +539,7 @@ def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_with
     one = fit_two(tmp_path / "one")
     processes.run(ranks, tmp_path, (one.validated, one.losses))
     alone = torch.load(tmp_path / "one/step=6.ckpt", weights_only=True)["state_dict"]
-    folder = read_folder(tmp_path / "fsdp2/step=6.ckpt")["state_dict"]
+    folder = open_checkpoint(tmp_path / "fsdp2/step=6.ckpt")["state_dict"]
     for name, value in alone.items():
         torch.testing.assert_close(folder[name], value, rtol=1e-3, atol=1e-4)
     gone_on = fit_two(ckpt_path=tmp_path / "fsdp2/step=3.ckpt")

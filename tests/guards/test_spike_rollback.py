@@ -376,20 +376,6 @@ def test_no_saver_no_save_and_a_full_disk_costs_a_line_and_not_the_run(tmp_path,
     ]
 
 
-def test_a_checkpoint_of_the_last_release_among_steps_without_an_update_opens_with_one_line(tmp_path):
-    fit(Data(), rollbacks(), saver(tmp_path), steps=20, folder=tmp_path)
-    content = torch.load(path := tmp_path / "step=20.ckpt", weights_only=False)
-    undone = {"first_step": 10, "spike_step": 12, "end_step": 25, "source": "memory", "samples": [160, 399]}
-    content["callbacks"]["SpikeRollback"].update(run="0123", rollbacks=[undone])
-    torch.save(content, path := tmp_path / "old.ckpt")
-    again = resumed(Data(), path, rollbacks(), steps=40)
-    assert again.lines == [
-        f"SpikeRollback: {path} is of an earlier release, whose run made steps 10 to 24, samples [[160, 399]] without "
-        "an update: the rest of them are ordinary steps now"
-    ]
-    assert [row["guard/rollbacks"] for _, row in again.rows if "guard/rollbacks" in row] == [1.0, 1.0]
-
-
 def test_a_state_that_was_loaded_is_saved_as_it_is_until_training_starts():
     callback, state = rollbacks(), {"rollbacks": []}
     assert callback.state_dict() == {}

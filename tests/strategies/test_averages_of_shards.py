@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
-from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, read_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
 from lightning_tricks.guards.averages.weight_average import Swap
 from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
@@ -185,7 +185,7 @@ def test_two_ranks_average_their_shards_to_what_one_process_has_and_resume_to_th
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
     path = written / kind / "step=3.ckpt"
-    there = read_folder(path)["averages"]["tail_average" if kind == "tail_average" else "ema"]
+    there = open_checkpoint(path)["averages"]["tail_average" if kind == "tail_average" else "ema"]
     here, start = AVERAGES[kind](), Start()
     fit(here, start, strategy=strategy() if strategy else None, ckpt_path=path, steps=4)
     for term, found in start.found.items():
@@ -197,7 +197,7 @@ def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written
     model, path = Model(), written / "ema" / "last.ckpt"
     line = load_weights(model, path, average="ema")
     assert line.startswith(f"{path}: 21 of its 21 weights loaded, of their average ema; left out: ")
-    found = read_folder(path)
+    found = open_checkpoint(path)
     assert same(
         list(model.state_dict().values()), [found["averages"]["ema"]["weights"]["mean"][n] for n in model.state_dict()]
     )

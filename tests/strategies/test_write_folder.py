@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import lightning_tricks.strategies.verify_together as verify_together_module
 from lightning_tricks._errors import UsageError
-from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, read_folder
+from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
 from lightning_tricks.checkpoints.write_file import ChecksummedFile
@@ -340,7 +340,7 @@ def test_one_ranks_full_disk_or_error_is_every_ranks_and_nobody_waits(folder):
 
 def test_what_a_thread_writes_is_bitwise_what_was_there_when_it_was_called(folder):
     weights, state = torch.load(folder / "overwritten_in_flight" / "expected.pt", weights_only=True)
-    found = read_folder(folder / "overwritten_in_flight" / "async.ckpt")
+    found = open_checkpoint(folder / "overwritten_in_flight" / "async.ckpt")
     assert found["state_dict"].keys() == weights.keys()
     assert all(torch.equal(found["state_dict"][name], weights[name]) for name in weights)
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]

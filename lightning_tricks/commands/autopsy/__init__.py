@@ -7,10 +7,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 
-NAME = "autopsy"
-HELP = "the documents of one optimizer step by their loss: --ckpt_path FILE --step N"
-NEEDS = "a Trainer"
-
 
 def run(
     model: Any,

@@ -9,11 +9,6 @@ from typing import Any
 from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 
-NAME = "check"
-HELP = "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 if one fails"
-NEEDS = "a recipe"
-WORDS = "preflight pre_flight"
-
 
 def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:
     """Check a recipe before its launch: what it builds, its data, its layout on the whole cluster, this machine.

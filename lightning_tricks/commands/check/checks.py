@@ -29,7 +29,6 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._writable import check_folders_of_run, free_bytes
 from lightning_tricks.commands.check.disk import kept_checkpoints, savers_of, saves_of_run
 from lightning_tricks.commands.check.machine import (
-    attention_line,
     driver_version,
     gpus_here,
     why_no_gpu,
@@ -336,12 +335,11 @@ def devices(checked: Checked) -> str | Note:
 
 
 def attention(checked: Checked) -> str | Note:
-    """The kernel of attention, and the cuDNN that it comes from."""
+    """The kernel of attention, and the version of cuDNN."""
     here = gpus_here(getattr(getattr(checked.module, "config", None), "head_dim", 128)) if checked.on_gpu else None
     if here is None:
         return Note("asked on a GPU only")
-    line = attention_line(here)
-    return Note(line) if here.foreign_cudnn else line
+    return f"{here.attention} in bf16, cuDNN {here.cudnn}"
 
 
 def disk(checked: Checked) -> str | Note:

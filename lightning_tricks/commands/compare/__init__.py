@@ -11,14 +11,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
-NAME = "compare"
-HELP = (
-    "runs side by side: settings that differ, curves over steps, tokens, FLOPs and hours, and what the seeds can show; "
-    "exits with 1 if one is worse than the first"
-)
-NEEDS = "nothing"
-WORDS = "diff versus significance"
-
 
 def run(args: list[str]) -> None:
     """Print the comparison of runs, or write it as JSON, page or picture.

@@ -18,7 +18,6 @@ from lightning_tricks.commands.compare.comparison import Comparison
 from lightning_tricks.commands.compare.report import verdicts
 from lightning_tricks.commands.runs.table import shortened
 from lightning_tricks.commands.schedule.curves import human, unit
-from lightning_tricks.commands.schedule.picture import DARK, LIGHT, style
 from lightning_tricks.commands.schedule.terminal import TO_ASCII, shows_color, shows_unicode
 from lightning_tricks.monitors.doctor.run_log import Floats
 
@@ -98,6 +97,18 @@ def limits(curves: list[Curve]) -> tuple[float, float]:
 # ---- in a terminal
 
 _HEIGHT, _LEAST_WIDTH, _LABELS = 9, 20, 14  # lines; columns; columns right of the plot for its numbers
+LIGHT = {
+    "ink": "#1f2328",
+    "faint": "#d1d9e0",
+    "paper": "#ffffff",
+    "lines": ["#0969da", "#bc4c00", "#1a7f37", "#bf3989", "#8250df", "#9a6700"],
+}
+DARK = {
+    "ink": "#e6edf3",
+    "faint": "#3d444d",
+    "paper": "#0d1117",
+    "lines": ["#58a6ff", "#f0883e", "#3fb950", "#f778ba", "#bc8cff", "#d29922"],
+}
 _MOST_CURVES = 6  # that uniplot draws with different letters
 
 
@@ -156,6 +167,26 @@ def _plot(curves: list[Curve], columns: int) -> Iterator[str]:
 
 _STYLES = ("-", "--", ":")  # of the first six groups, the next six, and so on
 _TITLE, _MOST_LINES = 110, 3  # characters of a verdict in a line, and verdicts over the picture
+
+
+def style(look: dict[str, Any]) -> Any:
+    """Settings of matplotlib for pictures in these colors."""
+    ink = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
+    paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+    return {
+        **dict.fromkeys(ink, look["ink"]),
+        **dict.fromkeys(paper, look["paper"]),
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": look["faint"],
+        "grid.linewidth": 0.6,
+        "legend.edgecolor": look["faint"],
+        "legend.fontsize": 8,
+        "legend.title_fontsize": 8,
+        "figure.titlesize": 11,
+        "font.size": 9,
+        "svg.hashsalt": "schedule",  # so that the same plan gives the same file
+    }
 
 
 def draw_picture(found: Comparison, file: Path, dark: bool = False) -> None:

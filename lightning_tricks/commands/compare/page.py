@@ -8,7 +8,7 @@ import numpy as np
 from lightning_tricks._quote import html_text
 from lightning_tricks.commands.compare.compared_run import axis_text
 from lightning_tricks.commands.compare.comparison import Comparison
-from lightning_tricks.commands.compare.curves import Curve, limits, run_curves
+from lightning_tricks.commands.compare.curves import DARK, LIGHT, Curve, limits, run_curves
 from lightning_tricks.commands.compare.report import (
     Table,
     groups_table,
@@ -19,7 +19,6 @@ from lightning_tricks.commands.compare.report import (
     verdicts,
 )
 from lightning_tricks.commands.schedule.curves import human
-from lightning_tricks.commands.schedule.picture import DARK, LIGHT
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 56, 18, 34  # of a plot, and of its numbers around it
 _TICKS = 5

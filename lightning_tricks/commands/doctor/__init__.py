@@ -12,11 +12,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
-NAME = "doctor"
-HELP = "what is wrong with a run, by its logs: symptoms with evidence, cause and remedy; exits with 1 if there are any"
-NEEDS = "nothing"
-WORDS = "diagnose diagnosis symptoms debug"
-
 
 def run(args: list[str]) -> None:
     """Print the findings of a run; write them as a page or as JSON. Exits with 1 if one is above a note.

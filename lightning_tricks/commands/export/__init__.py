@@ -8,13 +8,6 @@ from pathlib import Path
 
 from lightning_tricks.commands import CommandParser
 
-NAME = "export"
-HELP = (
-    "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output FOLDER [--format gguf]"
-)
-NEEDS = "nothing"
-WORDS = "to_hf convert huggingface save_pretrained gguf llama.cpp ollama"
-
 
 def run(args: list[str]) -> None:
     """Write the folder of a checkpoint."""

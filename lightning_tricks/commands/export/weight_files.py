@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 
-NAME = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -55,27 +54,28 @@ class Entry:
 def write_weights(entries: Sequence[Entry], folder: Path, file_bytes: int) -> list[Path]:
     """Write tensors as transformers does: one file, or several of at most `file_bytes` and an index of them.
 
-    A tensor that is larger than `file_bytes` has a file of its own. torch's `HuggingFaceStorageWriter` writes the same
+    A tensor that is larger than `file_bytes` has a file of its own. safetensors' own writer takes all tensors of a file
+    at once, so the files are written here, a tensor at a time. torch's `HuggingFaceStorageWriter` writes the same
     files, of a state dict that its processes hold whole; see the page of `export` for the memory of both.
 
     Source: the format, https://github.com/huggingface/safetensors#format.
     """
-    groups: list[list[Entry]] = [[]]
-    for entry in entries:
-        if groups[-1] and sum(other.size for other in groups[-1]) + entry.size > file_bytes:
-            groups.append([])
-        groups[-1].append(entry)
-    if len(groups) == 1:
-        names = [NAME]
-    else:
-        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-        where = {entry.name: name for group, name in zip(groups, names, strict=True) for entry in group}
-        index = {"metadata": {"total_size": sum(entry.size for entry in entries)}, "weight_map": where}
+    from huggingface_hub.serialization import split_state_dict_into_shards_factory  # comes with transformers
+
+    by_name = {entry.name: entry for entry in entries}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda entry: entry.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=file_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for group, name in zip(groups, names, strict=True):
-        with (folder / name).open("wb") as file:
-            _write_file(group, file)
-    return [folder / name for name in names]
+    for file_name, names in split.filename_to_tensors.items():
+        with (folder / file_name).open("wb") as file:
+            _write_file([by_name[name] for name in names], file)
+    return [folder / name for name in split.filename_to_tensors]
 
 
 def _write_file(entries: Sequence[Entry], file: IO[bytes]) -> None:

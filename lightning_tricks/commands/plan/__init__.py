@@ -11,11 +11,6 @@ from lightning_tricks._quote import say
 from lightning_tricks._writable import check_file
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
 
-NAME = "plan"
-HELP = "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5"
-NEEDS = "a recipe"
-WORDS = "estimate memory dry_run"
-
 DEFAULT_MFU = 0.4  # of tuned runs on large clusters
 
 

@@ -231,12 +231,12 @@ def plan_recipe(
     Raises:
         UsageError: a number out of its range; an unknown GPU; a mesh that does not fit the devices.
     """
-    given = (gpu_memory_gb, peak_tflops, link_gb)
-    _check_numbers(mfu, price, network_gbits, *given)
-    card = _card(gpu, trainer, given)
+    given = {"gpu_memory_gb": gpu_memory_gb, "peak_tflops": peak_tflops, "link_gb": link_gb}
+    _check_numbers(mfu, price, network_gbits=network_gbits, **given)
+    card = _card(gpu, trainer, tuple(given.values()))
     setup = read_setup(module, datamodule, trainer, nodes, devices, on_gpu=card is not None)
     dims = setup.dims  # refuses a mesh that does not fit
-    device = _device(card, setup, given)
+    device = _device(card, setup, tuple(given.values()))
     jobs: list[Any] = [partial(_whole_and_parameters, setup), *traces_of(setup)]
     memory, why = None, None
     try:
@@ -273,17 +273,7 @@ def plan_recipe(
     return dataclasses.replace(plan, warnings=warnings_of(plan), changes=changes)
 
 
-def _check_numbers(
-    mfu: float,
-    price: float | None,
-    network_gbits: float,
-    gpu_memory_gb: float | None,
-    peak_tflops: float | None,
-    link_gb: float | None,
-) -> None:
-    positive = {
-        "network_gbits": network_gbits, "gpu_memory_gb": gpu_memory_gb, "peak_tflops": peak_tflops, "link_gb": link_gb
-    }  # fmt: skip
+def _check_numbers(mfu: float, price: float | None, **positive: float | None) -> None:
     for name, value in positive.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"plan: {name}={value:g}: give a number above 0")

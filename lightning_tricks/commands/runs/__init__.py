@@ -15,11 +15,6 @@ from lightning_tricks._quote import printable, say
 from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
 
-NAME = "runs"
-HELP = "a table of the runs in a folder: steps, validation, tokens, hours, and the settings that differ"
-NEEDS = "nothing"
-WORDS = "history experiments results"
-
 
 def run(args: list[str]) -> None:
     """Print a table of the runs in a folder, or write it as JSON or CSV; a line for each file that cannot be read.

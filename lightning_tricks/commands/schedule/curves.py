@@ -1,4 +1,4 @@
-"""The lines that a picture of plans has, in a terminal or a file: which groups share one, and their names."""
+"""The lines of a drawn plan: which groups share one, and their names."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -52,15 +52,6 @@ def lr_lines(plans: Sequence[NamedPlan], axis: Axis, constant: bool) -> list[Lin
         x = positions(first, axis)
         lines.append(Line(f"constant {first.peak:.4g}", x, (first.peak,) * len(x), -1))
     return lines
-
-
-def decay_lines(plans: Sequence[NamedPlan], axis: Axis) -> list[Line]:
-    """The weight decays, likewise."""
-    return [
-        Line(_of(named.name, plans, names), positions(named.plan, axis), decay, number)
-        for number, named in enumerate(plans)
-        for names, decay, _ in _joined((group.name, group.weight_decay, 1.0) for group in named.plan.groups)
-    ]
 
 
 def positions(plan: "Plan", axis: Axis) -> tuple[float, ...]:

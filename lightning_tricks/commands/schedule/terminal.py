@@ -26,7 +26,6 @@ def draw_in_terminal(
     *,
     axis: Axis = "steps",
     constant: bool = False,
-    present: int | None = None,
     columns: int = 80,
     lines: int = 24,
     unicode: bool = True,
@@ -38,7 +37,6 @@ def draw_in_terminal(
         plans: the first one has the marks and the table.
         axis: what the curves are drawn over.
         constant: whether to draw the constant learning rate at the first plan's peak.
-        present: number of optimizer steps that a run has done.
         columns: width of the terminal.
         lines: its height; the plot has what the rest leaves, and at least 6.
         unicode: whether it shows more than ASCII.
@@ -61,8 +59,6 @@ def draw_in_terminal(
     size, letter = unit(end) if axis == "tokens" else (1.0, "")
     width = max(columns - _LABELS, _LEAST_WIDTH)
     marks = [(place_of(plan, phase.step, axis), phase.name) for phase in plan.phases[:-1]]
-    if present is not None:
-        marks.append((place_of(plan, present, axis), "now"))
     tokens = "" if plan.total_tokens is None else f", {human(plan.total_tokens)} tokens"
     head = [f"lr over {axis} of {plans[0].name}: {plan.total_steps:,} steps{tokens}", *marks_row(marks, end, width)]
     ticks = ticks_row([(name[0], [place_of(plan, s, axis) for s in steps]) for name, steps in _saves(plan)], end, width)
@@ -89,7 +85,7 @@ def draw_in_terminal(
         plot = text if isinstance(text, list) else str(text).split("\n")
         rows = [row.rstrip() for row in plot if row.strip()]
         frame = next(number for number, row in enumerate(rows) if "└" in row)
-        return [*head, *rows[: frame + 1], *ticks, *rows[frame + 1 :], *_below(plans, present, more)]
+        return [*head, *rows[: frame + 1], *ticks, *rows[frame + 1 :], *_below(plans, more)]
 
     rows = drawn(_MOST_HEIGHT)
     if (over := len(rows) + 1 - lines) > 0:  # the last line is that of the prompt
@@ -146,18 +142,16 @@ def _unique(curves: Sequence[Line]) -> list[str]:
     return labels
 
 
-def _below(plans: Sequence[NamedPlan], present: int | None, more_curves: int) -> list[str]:
+def _below(plans: Sequence[NamedPlan], more_curves: int) -> list[str]:
     plan = plans[0].plan
     rows = phases_table(plan).split("\n")
     if more_curves > 0:
-        rows.insert(0, f"{more_curves} more curves: a picture has them all (--output curve.svg)")
+        rows.insert(0, f"{more_curves} more curves are not drawn")
     for other in plans[1:]:
         tokens = other.plan.total_tokens
         seen = "" if tokens is None else f", {human(tokens)} tokens"
         rows.append(f"{other.name}: {other.plan.total_steps:,} steps{seen}, peak lr {other.plan.peak:.4g}")
     marks = [f"{name[0]}: {_times(name, steps)}" for name, steps in _saves(plan)]
-    if present is not None:
-        marks.insert(0, f"now: {present:,} of {plan.total_steps:,} steps done")
     return [row for row in [*rows, "; ".join(marks), *plan.notes] if row]
 
 

@@ -264,8 +264,7 @@ class ExactResume(pl.Callback):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        # a checkpoint of version 0.1 has the random states here
-        self._random = saved_random_states(checkpoint) or [rank["random"] for rank in state["ranks"]]
+        self._random = saved_random_states(checkpoint) or []
         if not state["epoch_over"]:
             reopen_epoch(checkpoint)
 
@@ -283,10 +282,7 @@ class ExactResume(pl.Callback):
         if self._loaded is None:
             return
         saved, there = self._own["loaders"], len(self._loaded["ranks"])
-        same_ranks = (there, self._loaded.get("data_ranks", there)) == (
-            self._trainer.world_size,
-            data_rank(self._trainer)[1],
-        )
+        same_ranks = (there, self._loaded["data_ranks"]) == (self._trainer.world_size, data_rank(self._trainer)[1])
         follower, state = self._followed[index], saved[index] if index < len(saved) else None
         if follower is None or state is None:
             return

@@ -63,7 +63,7 @@ def put_back(trainer: Any, state: dict[str, Any]) -> None:
     """Put the metrics back, and the parameters that are trained; call it in `on_train_start`."""
     device = trainer.strategy.root_device
     set_callback_metrics(trainer, {name: value.to(device) for name, value in state["metrics"].items()})
-    if _finetuners(trainer) and "trained" in state:
+    if "trained" in state:
         _set_trained(trainer.lightning_module, state["trained"])
 
 

@@ -1,30 +1,29 @@
 """The folder of a run's checkpoints: which ones stay, `last.ckpt`, a full disk, the leftovers of killed processes.
 
 What is deleted is always a checkpoint of this run: its record names the run, and its name is one that SafeCheckpoint
-gives. Checkpoints of other runs, those whose record names none because a version before 2 of the record wrote it, and
-copies that the user made under other names are neither counted nor deleted nor replaced.
+gives. Checkpoints of other runs, those whose record names none, and copies that the user made under other names are
+neither counted nor deleted nor replaced.
 
 Needs no Trainer. One process of a run, rank 0, changes the folder.
 """
 
-import contextlib
 import errno
 import itertools
 import math
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import identity, replaced_path
 from lightning_tricks.checkpoints.record import Record, record_or_none
-from lightning_tricks.checkpoints.write_file import fsync_path, is_locked, put_in_place, remove, staging_path
+from lightning_tricks.checkpoints.write_file import fsync_path, is_locked, remove, staging_path
 
 LAST = "last.ckpt"
 Records = Mapping[str, Record]  # by the name of the file or folder
@@ -109,54 +108,40 @@ def _newest(records: Records) -> str | None:
 # ---- `last.ckpt`, the name that leads to the newest checkpoint
 
 
-def move_last(target: Path, record_of: Callable[[Path], Record | None] = record_or_none) -> None:
-    """Let `last.ckpt` beside a checkpoint lead to it: a relative link, else a hard link, else a copy.
+def move_last(target: Path) -> None:
+    """Let `last.ckpt` beside a checkpoint lead to it, by a relative symbolic link.
 
-    At every moment a reader finds the older or the newer one. (Of folders, where links are impossible, it finds for a
-    moment neither.) A `last.ckpt` that SafeCheckpoint did not make is renamed to `foreign-last.ckpt`,
-    or to `foreign-last-v1.ckpt` and so on where that name is taken.
+    At every moment a reader finds the older or the newer one. A `last.ckpt` that is no link is renamed to
+    `foreign-last.ckpt`, or to `foreign-last-v1.ckpt` and so on where that name is taken.
+
+    Raises:
+        UsageError: the file system has no symbolic links.
+        OSError: the disk is full.
     """
     last = target.with_name(LAST)
     if last.is_symlink() and os.readlink(last) == target.name:
         return
     if os.path.lexists(last) and not last.is_symlink():
-        record = record_of(last)
-        if record is None or record.number == 0:
-            last.rename(_free_name(last.with_name(f"foreign-{LAST}")))
-        elif record == record_of(target):
-            return
+        last.rename(_free_name(last.with_name(f"foreign-{LAST}")))
     new = staging_path(last)
-    remove(new)  # a link or copy that a killed process had not put in place: nobody else gives that hidden name
-    _link_or_copy(target, new)
-    if new.is_symlink() or new.is_file():
-        new.replace(last)
-        fsync_path(last.parent)
-    else:
-        put_in_place(last)
+    remove(new)  # a link that a killed process had not put in place: nobody else gives that hidden name
+    try:
+        new.symlink_to(target.name)
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise
+        raise UsageError(
+            f"SafeCheckpoint: dirpath={target.parent}: {LAST} must be a symbolic link, which cannot be made here "
+            f"({error.strerror}): give a folder of another file system, or take ModelCheckpoint"
+        ) from error
+    new.replace(last)
+    fsync_path(last.parent)
 
 
 def _free_name(path: Path) -> Path:
     """The path, with the first of -v1, -v2, ... that is not taken if it is."""
     versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
     return next(free for free in itertools.chain([path], versions) if not os.path.lexists(free))
-
-
-def _link_or_copy(target: Path, new: Path) -> None:
-    with contextlib.suppress(OSError):
-        new.symlink_to(target.name)
-        return
-    if target.is_dir():
-        shutil.copytree(target, new, copy_function=_hard_link_or_copy)
-    else:
-        _hard_link_or_copy(target, new)
-
-
-def _hard_link_or_copy(source: str | Path, new: str | Path) -> None:
-    try:
-        os.link(source, new)
-    except OSError:
-        shutil.copyfile(source, new)
-        fsync_path(Path(new))
 
 
 # ---- the folder
@@ -177,7 +162,7 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
-        self.records_of_this_process: dict[str, Record] = {}  # also where a CheckpointIO writes none into the file
+        self.records_of_this_process: dict[str, Record] = {}  # also where a strategy writes none into the file
         self.last_finished: Path | None = None  # the newest checkpoint that was written or given up
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
         self._begun: dict[str, Record] = {}  # of the writes that have not finished
@@ -241,12 +226,6 @@ class CheckpointFolder:
         name = last_of(self.records())
         return self.path / name if name else None
 
-    def is_beaten_by(self, path: str, score: Any, best: Record) -> bool:
-        """Whether a checkpoint in the folder of an earlier run, still there, has a better score than the best here."""
-        if score is None or Path(path).parent == self.path or not Path(path).exists():
-            return False
-        return best_first({"": best, "elsewhere": Record(score=float(score))}, self.retention.mode, 1) != [""]
-
     def path_of(self, record: Record) -> Path:
         """The path for a new checkpoint, `step=N.ckpt`.
 
@@ -281,9 +260,13 @@ class CheckpointFolder:
         """
         with self._lock:
             records = self.records()
-            if name := last_of(records):
-                move_last(self.path / name, self.record)
             ours = self.of_this_run(records)
+            if name := last_of(records):
+                try:
+                    move_last(self.path / name)
+                except OSError as error:  # the older one, to which it leads, must stay
+                    rank_zero_warn(f"SafeCheckpoint: {self.path / LAST} leads to an older checkpoint: {error.strerror}")
+                    return ours
             for old in to_delete(ours, self.retention, self.protected):
                 self._delete(old)
                 del ours[old]
@@ -340,14 +323,14 @@ class CheckpointFolder:
                 remove(leftover)
         newest = self.newest()
         if newest and not (self.path / LAST).exists():  # a link to another place may be the user's choice
-            move_last(newest, self.record)
+            move_last(newest)
 
     def _make_room(self, new: Path) -> str | None:
         """Delete one checkpoint; returns its name, None where all must stay."""
         with self._lock:
             records = self.records()
             if name := to_make_room(self.of_this_run(records), self.retention, self.protected | {new.name}):
-                move_last(self.path / (last_of(records) or name), self.record)  # it never leads to a deleted one
+                move_last(self.path / (last_of(records) or name))  # it never leads to a deleted one
                 self._delete(name)
             return name
 

@@ -20,7 +20,7 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks._trainer import is_a
 from lightning_tricks.checkpoints.load_weights import other_weights
-from lightning_tricks.checkpoints.record import KEY, Record, record_of
+from lightning_tricks.checkpoints.record import KEY, Record
 
 _COUNTS = {"epoch": "current_epoch", "step": "global_step"}  # always there, by the Trainer's attribute
 _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
@@ -97,12 +97,7 @@ def refusing_other_modules(trainer: Trainer, module: Module) -> Iterator[None]:
 def check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> None:
     """Refuse a checkpoint if the module is neither of the class that was saved nor of a subclass of it."""
     saved = checkpoint.get(KEY, {}).get("module")
-    if saved is None:
-        return
-    names = {saved}
-    if record_of(checkpoint).version == 1:  # which has the name of the class that `fully_shard` gives
-        names.add(saved.removeprefix("FSDP"))
-    if not is_a(module, *names):
+    if saved is not None and not is_a(module, saved):
         raise UsageError(
             f"ckpt_path={path}: a {saved} saved this checkpoint, and this run trains a {class_name(module)}, so fit "
             f"cannot go on from it: give --init_from {path} to start anew with its weights (from Python: "

@@ -122,8 +122,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       infinities in weights or running statistics is saved and marked, which is said once, and `last.ckpt` does not lead
       to it.
     - Only checkpoints of this run are counted, deleted or replaced. Each record names its run, whose identifier is made
-      at its start and kept when it is resumed. Others stay, which is said in one line when a run begins; so do those of
-      earlier versions, which did not name the run.
+      at its start and kept when it is resumed. Others stay, which is said in one line when a run begins.
     - On a full disk the checkpoint that would go next is deleted and the save tried again. If that fails too, training
       goes on without this checkpoint, and one line says so.
     - It saves at the end of an accumulation window, and after the validation and the epoch's end that are due at that
@@ -132,8 +131,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
     - A checkpoint of another class or of other weights is refused by `fit` in one line.
 
-    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`. With any other one, the promises
-    on kills and full disks are that plugin's, and only checkpoints of the running process are counted and deleted.
+    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`. Under Lightning's own sharded
+    strategies, which write by themselves, the promises on kills and full disks are theirs, and only checkpoints of the
+    running process are counted and deleted.
 
     Args:
         dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
@@ -152,9 +152,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Raises:
         UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
-            be written, or in a bucket; a Trainer of the other Lightning package; Lightning's AsyncCheckpointIO;
-            `monitor` is not logged; at a resume, a checkpoint of another class or of other weights; at a save, another
-            process that writes a checkpoint of the same name.
+            be written, or in a bucket, or without symbolic links; a Trainer of the other Lightning package; another
+            CheckpointIO than AtomicCheckpointIO and Lightning's default; `monitor` is not logged; at a resume, a
+            checkpoint of another class or of other weights; at a save, another process that writes a checkpoint of the
+            same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -248,8 +249,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if problem and not self._is_off(trainer):
             raise UsageError(f"SafeCheckpoint: dirpath={self.dirpath}: {problem}: give another folder")
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
-        if self._io:
-            report_writes(self._io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
+        report_writes(self._io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a folder to which another callback saves; every one of them knows its folder by now."""
@@ -282,7 +282,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if run := record_of(checkpoint).run:
             self._run = self._folder.run = run
             self._is_new_run = False
-        self._rng = saved_random_states(checkpoint) or checkpoint.get(KEY, {}).get("rng")
+        self._rng = saved_random_states(checkpoint)
         if self._rng:
             set_random_state_of(random_rank(trainer), self._rng)
         if trainer.ckpt_path:
@@ -450,19 +450,19 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             self.kth_best_model_path, self.kth_value = next(item for item in scores.items() if item[1] == worst)
         if self.monitor is None:
             self.best_model_path = str(self._folder.path / str(last_of(records)))
-        elif best and not self._folder.is_beaten_by(self.best_model_path, self.best_model_score, records[best[0]]):
+        elif best:
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._loggers_outdated = True
 
     def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
-        """Do what a CheckpointIO that does not call `on_commit` leaves undone."""
+        """Do what a strategy that writes without the CheckpointIO leaves undone."""
         self._folder.on_commit(path)
         if record_or_none(path) is None:
             self._warn_once(
                 "foreign",
-                f"SafeCheckpoint: {type(trainer.strategy.checkpoint_io).__name__} under "
-                f"{type(trainer.strategy).__name__} writes checkpoints without a record: a kill may leave one "
-                "incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor deleted",
+                f"SafeCheckpoint: {type(trainer.strategy).__name__} writes checkpoints without a record: a kill may "
+                "leave one incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor "
+                "deleted",
             )
 
     def _update_loggers(self, trainer: Trainer) -> None:
@@ -487,21 +487,19 @@ def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
         io.reserve([*pl_module.parameters(), *pl_module.buffers(), *held])
 
 
-def _atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO | None:
-    """The Trainer's AtomicCheckpointIO, which it gets in place of Lightning's own; None where the user chose another.
+def _atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO:
+    """The Trainer's AtomicCheckpointIO, which it gets in place of Lightning's own.
 
     Raises:
-        UsageError: that other one is Lightning's AsyncCheckpointIO.
+        UsageError: the user chose another one.
     """
     if has_default_checkpoint_io(trainer):
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     io = trainer.strategy.checkpoint_io
-    if is_a(io, "AsyncCheckpointIO"):
-        raise UsageError(
-            "plugins=AsyncCheckpointIO: a save returns before the checkpoint is written, and SafeCheckpoint cannot "
-            "tell when it is: leave the plugin out, and give SafeCheckpoint asynchronous=True"
-        )
     if not isinstance(io, AtomicCheckpointIO):
-        return None
+        raise UsageError(
+            f"plugins={type(io).__name__}: SafeCheckpoint's promises need AtomicCheckpointIO: leave the plugin out (in "
+            "the background SafeCheckpoint(asynchronous=True) writes), or take ModelCheckpoint"
+        )
     io.asynchronous |= asynchronous
     return io

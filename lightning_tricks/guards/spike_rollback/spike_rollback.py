@@ -182,11 +182,6 @@ class SpikeRollback(pl.Callback):
         self._trainer, self._saved = trainer, SavedStates(trainer)
         loaded, self._loaded = self._loaded, {}
         self._rollbacks = [Rollback(**entry) for entry in loaded.get("rollbacks", [])]
-        if self._rollbacks and self._rollbacks[-1].end_step > trainer.global_step:
-            rank_zero_warn(
-                f"SpikeRollback: {trainer.ckpt_path} is of an earlier release, whose run made {self._rollbacks[-1]} "
-                "without an update: the rest of them are ordinary steps now"
-            )
         if "detector" in loaded:
             self._detector.load_state_dict(loaded["detector"])
 

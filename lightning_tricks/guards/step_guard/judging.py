@@ -114,15 +114,10 @@ class OutlierWindow:
         if state["values"].shape != self._values.shape:
             return
         device = self._values.device
-        filled = state.get("filled")
-        if filled is None:  # of a release in which rejected steps had no place
-            filled = torch.arange(len(self._filled)) < state["accepted"]
         self._values.copy_(state["values"])
-        self._filled.copy_(filled)
-        self._steps = state["steps"] if "steps" in state else state["accepted"]
-        self._waiting = [
-            (values.to(device), torch.tensor(ok, device=device)) for values, ok in state.get("waiting", [])
-        ]
+        self._filled.copy_(state["filled"])
+        self._steps = state["steps"]
+        self._waiting = [(values.to(device), torch.tensor(ok, device=device)) for values, ok in state["waiting"]]
         self.known_full = state["known_full"]
         self.limits = self._limits()
 
