@@ -132,7 +132,7 @@ def _setting(folder: Path) -> str:
 
 def _run_name(folder: Path) -> str:
     name = folder.resolve().name
-    return name if _stays_text(name) else f"{NAME}_{name}"
+    return name if _stays_text(name) else f"import_{name}"
 
 
 def _stays_text(text: str) -> bool:
