@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_tricks._replaced import replaced
 from lightning_tricks._tensors import local, refuse_second_derivative
 from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
-from lightning_tricks.parallel.compiled_stand_in import stand_in_for_compiled
 from lightning_tricks.parallel.shard import materialize
 
 # The lines of a breakdown, in the order in which they are shown.
@@ -160,7 +159,6 @@ class TraceOptions:
         micro_batches: 1, or more, of which the last is traced, with gradients there before.
         gradients_wait: whether gradients are summed over the ranks only in the last micro-batch; two are traced then.
         context: around each forward pass, such as autocast.
-        compiled: whether the blocks are compiled.
         on_gpu: count the kernels that a GPU has in place of those of a CPU.
         offloads: whether FSDP2 keeps the shards on the host, see `_mark_host`.
         replaced: (owner, name, value) of attributes that have another value during the trace.
@@ -171,7 +169,6 @@ class TraceOptions:
     micro_batches: int = 1
     gradients_wait: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compiled: bool = False
     on_gpu: bool = True
     offloads: bool = False
     replaced: Sequence[tuple[Any, str, Any]] = field(default=())
@@ -195,11 +192,9 @@ def trace_step(module: nn.Module, blocks: Mapping[str, nn.Module], options: Trac
         materialize(module, torch.device("cpu"))
         for replacement in options.replaced:
             stack.enter_context(replaced(*replacement))
-        if options.on_gpu and not options.compiled:
+        if options.on_gpu:
             stack.enter_context(replaced(F, "rms_norm", _fused_rms_norm))
         log = _AllocationLog()
-        if options.compiled:
-            notes = stack.enter_context(stand_in_for_compiled(blocks.values(), log.paused))
         for tensor in [*module.parameters(), *module.buffers()]:
             for plain in _plain_parts(local(tensor)):
                 log.record(plain, "weights")
@@ -358,7 +353,7 @@ class _AllocationLog:
     def __init__(self) -> None:
         self._place: Place = (_SETUP, 0)
         self._operations = Counter[Place]()
-        self.is_paused, self.is_last_micro_batch = False, True
+        self.is_last_micro_batch = True
         self.live: dict[int, _Storage] = {}
         self.events: list[tuple[Place, int, _Storage, int]] = []
 
@@ -381,20 +376,11 @@ class _AllocationLog:
         place = self._place if self.is_last_micro_batch else (_SETUP, 0)
         self.events.append((place, self._operations[self._place], entry, change))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing inside the `with`, which may be nested."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
-
     def record(self, tensor: Tensor, line: str = "working memory") -> None:
         """A tensor's memory, if it is not known yet."""
         memory = tensor.untyped_storage()
         key = memory._cdata
-        if key in self.live or self.is_paused:
+        if key in self.live:
             return
         entry = _Storage(memory.nbytes(), line, self.instant)
 
@@ -472,7 +458,7 @@ def _in_order(instant: str, lines: Lines, state: int) -> Lines:
 class _Allocations(TorchDispatchMode):
     """Records the results of each operation on this rank's tensors."""
 
-    supports_higher_order_operators = True  # the partitioner's, around attention that runs again
+    supports_higher_order_operators = True
 
     def __init__(self, log: _AllocationLog, options: TraceOptions, notes: list[str]) -> None:
         super().__init__()

@@ -222,6 +222,9 @@ def test_a_step_that_does_not_fit_is_refused_with_the_first_change_that_fits(fol
     results = found(folder, wide, data, only("memory"))
     assert failed(results) == ["memory"]
     assert "does not fit; give --data.micro_batch_size" in results["memory"].line
+    compiled = found(folder, module(replace(CONFIG, d_model=128), compile_blocks=True), data, only("memory"))
+    assert failed(compiled) == []
+    assert "counted as eager: compiled blocks need less; if that does not fit, give" in compiled["memory"].line
 
 
 def test_a_missing_compiler_is_refused_where_blocks_are_compiled(folder, monkeypatch):

@@ -10,7 +10,6 @@ from lightning_tricks import GPT2, Llama
 from lightning_tricks._find_modules import repeated_blocks
 from lightning_tricks.models import Decoder, attention
 from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
-from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.memory_trace import (
     FORWARD,
@@ -39,8 +38,6 @@ def adamw(module):
 
 def traced(build, depth=2, **options):
     """In a forked process, as a plan does it; without an optimizer, where none is given."""
-    if options.get("compiled"):
-        load_partitioner()
 
     def act():
         with torch.device("meta"):
@@ -164,16 +161,6 @@ def test_moments_at_different_places_are_not_extended():
     assert grown(there).instants == {"a": {"activations": 1 + 4 * 3}}  # and not from 2 weights to 4 activations
     assert grown({("a", 0): {1: {"weights": 3}}}) is None
     assert grown({("b", 0): there["a", 0]}) is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "least", "most"), [("none", 0.6, 0.9), ("cheap", 0.4, 0.6), ("selective", 0.2, 0.4), ("full", 0.04, 0.08)]
-)
-def test_compiled_blocks_keep_what_the_partitioner_of_torch_chooses(mode, least, most):
-    eager = eager_activations()
-    memory = traced(partial(decoder, mode=mode), compiled=True)
-    assert least * eager <= memory.instants[LOSS]["activations"] <= most * eager
-    assert memory.notes == ()
 
 
 def test_a_gpus_norm_keeps_its_input_alone_as_ours_does_on_a_cpu(monkeypatch):

@@ -274,6 +274,8 @@ def memory(checked: Checked) -> str | Note:
     room = plan.device.bytes - plan.device.overhead
     changes = changes_that_fit(plan.setup, plan.memory, room, most=1)
     remedy = " ".join(changes[0].options) if changes else "a smaller model, or more memory"
+    if plan.setup.compiles:
+        return Note(f"{share}, counted as eager: compiled blocks need less; if that does not fit, give {remedy}")
     raise UsageError(f"{share}: does not fit; give {remedy} (the command plan says more)")
 
 

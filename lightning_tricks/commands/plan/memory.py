@@ -22,7 +22,6 @@ from lightning_tricks.models import attention
 from lightning_tricks.optim import Muon, build_optimizer, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.keep_settings_on_load import parts_of
-from lightning_tricks.parallel.compiled_stand_in import load_partitioner
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.fake_cluster import at_once, fake_world
 from lightning_tricks.parallel.layout import Traffic, traffic
@@ -41,6 +40,7 @@ from lightning_tricks.parallel.shard import local_bytes, to_meta
 DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds the same
 AVERAGES = ("EMA", "TailAverage")
 LIGHTNINGS_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
+AS_EAGER = "blocks are compiled, and counted as eager: an upper bound"
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
 
@@ -91,8 +91,6 @@ def traced_memory(setup: RunSetup) -> StepMemory:
 
 def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
-    if setup.compiles:
-        load_partitioner()
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
@@ -121,9 +119,9 @@ def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
 
 def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
     """In a forked process: the module is changed."""
-    compiled, kernels = setup.compiles, kernels_of_a_gpu(setup.compiles_loss) if setup.on_gpu else []
+    compiles, kernels = setup.compiles, kernels_of_a_gpu(setup.compiles_loss) if setup.on_gpu else []
     module: Any = setup.build(depth)
-    compiled |= _take_out_compiled(module)
+    compiles |= _take_out_compiled(module)
     _fill_tables(setup)
     wait = getattr(setup.strategy, "reduce_gradients", "micro_batch") == "step"
     options = TraceOptions(
@@ -132,7 +130,6 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
         micro_batches=setup.micro_batches,
         gradients_wait=wait,
         context=setup.forward_context,
-        compiled=compiled,
         on_gpu=setup.on_gpu,
         offloads=setup.offloads,
         replaced=[*kernels, _no_copy_of_settings()],
@@ -148,6 +145,8 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
                 if hasattr(module, name):
                     fsdp.register_fsdp_forward_method(module, name)
             memory = trace_step(module, made.blocks, options)
+    if compiles:
+        memory = replace(memory, notes=(*memory.notes, AS_EAGER))
     if setup.fp8 is not None and not setup.traces_fp8:
         note = "mxfp8's layers are counted as in bf16: its kernels run on Blackwell alone, and not without data"
         memory = replace(memory, notes=(*memory.notes, note))

@@ -73,7 +73,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
     formula, traced = plan.activations_by_formula, _traced_activations(plan)
     if formula is not None and traced and abs(formula - traced) > _AGREE * traced:
-        yield _row("by formula", f"activations of the blocks {_gib(formula)} (not compiled); traced {_gib(traced)}")
+        yield _row("by formula", f"activations of the blocks {_gib(formula)}; traced {_gib(traced)}")
     for note in plan.memory.notes:
         yield _row("note", note)
     for number, change in enumerate(plan.changes):

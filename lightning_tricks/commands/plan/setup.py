@@ -160,7 +160,7 @@ class RunSetup:
         return self.kind == "fsdp2" and self.on_gpu and self.strategy.cpu_offload
 
     def parallel_options(self) -> ParallelOptions:
-        """How FSDP2Strategy divides the module; the trace stands in for what is compiled."""
+        """How FSDP2Strategy divides the module; the trace runs it eager."""
         strategy: FSDP2Strategy = self.strategy
         offload = CPUOffloadPolicy(pin_memory=False) if self.offloads else OffloadPolicy()
         return strategy.options_with(convert=self.convert, policy=self.policy(), offload=offload)
@@ -182,7 +182,7 @@ class RunSetup:
         if depth is not None:
             module.config = dataclasses.replace(module.config, n_layers=depth)
             module.base_config = module.config if module.mup is None else module.mup.base_config(module.config)
-        if getattr(module, "compile_blocks", False):  # the trace stands in for it, and torch's compiler loads slowly
+        if getattr(module, "compile_blocks", False):  # the trace is eager, and torch's compiler loads slowly
             module.compile_blocks = False
         configure_on_meta(module)
         return module
