@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import page_lists
 import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
@@ -140,15 +141,19 @@ def test_no_section_of_a_card_is_empty(page):
     assert all(section.strip() for section in sections)
 
 
-def test_the_index_lists_every_page_once_under_its_title():
-    listed = re.findall(r"^- \[([^\]]+)\]\((\w+)\.md\): .+\.$", INDEX.read_text(encoding="utf-8"), re.M)
-    assert sorted(name for _, name in listed) == [page.stem for page in DOCS]
-    assert {name: title for title, name in listed} == {page.stem: headings(page, level=1)[0] for page in DOCS}
-
-
-def test_the_readme_leads_to_every_card_and_to_the_index_of_all_pages():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in [INDEX, *CARDS] if f"(docs/{page.name}" not in readme] == []
+def test_a_page_without_its_last_line_or_with_the_place_of_another_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_lists, "DOCS", tmp_path)
+    (tmp_path / "one.md").write_text("# One\n\nText.\n\n<!-- Watch 20: a first one -->\n")
+    (tmp_path / "two.md").write_text("# Two\n\n<!-- Watch 10: a second one -->\n")
+    assert page_lists.index()["pages"].count("\n## ") == len(page_lists.SECTIONS)
+    assert "## Watch\n\n- [Two](two.md): a second one.\n- [One](one.md): a first one.\n" in page_lists.index()["pages"]
+    assert {"Watch": ["two.md", "one.md"]} in page_lists.navigation()
+    (tmp_path / "three.md").write_text("# Three\n\n<!-- Watch 10: a third one -->\n")
+    with pytest.raises(ValueError, match="three, two: two pages have one place"):
+        page_lists.pages()
+    (tmp_path / "three.md").write_text("# Three\n\n<!-- Wach 10: a third one -->\n")
+    with pytest.raises(ValueError, match=r"three.md: end it with"):
+        page_lists.pages()
 
 
 def test_every_public_name_stands_in_the_docs():

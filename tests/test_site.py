@@ -8,17 +8,17 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
 
 import lightning_tricks
 
 pytest.importorskip("zensical", reason="the site needs the extra docs")
 import api_pages
 import build_site
+import page_lists
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+NAV = page_lists.navigation()
 NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
 
 
@@ -37,11 +37,6 @@ def entries():
 
 
 # ---- navigation
-
-
-def test_the_sections_are_packages_in_a_readers_words():
-    sections = [name for section in NAV for name in section]
-    assert sections == ["Start", "Train", "Watch", "Precision", "Shard", "Guard", "Save", "Commands", "Reference"]
 
 
 def test_each_page_of_the_docs_stands_once_in_the_navigation():

@@ -4,7 +4,8 @@
     python docs/scripts/build_site.py --url https://...      # where it will be served: for sitemap and canonical links
     python -m http.server -d build/site/html                 # look at it
 
-Needs the extra `docs`. `mkdocs.yml` has settings and navigation. The build is strict: a warning of Zensical fails it.
+Needs the extra `docs`. `mkdocs.yml` has the settings, `page_lists.py` makes the navigation. The build is strict: a
+warning of Zensical fails it.
 The pages are those of docs/ as they stand, but for three things: a link out of docs/ leads to a copy of its file below
 `repository/`, a picture with a light and a dark form follows the site's switch, and a page ends with links to the API
 of its names.
@@ -35,6 +36,7 @@ PROJECT = (
 )  # in the navigation
 sys.path[:0] = [str(SCRIPTS)]
 try:
+    import page_lists
     from api_pages import Reference, pages, read_reference, title_of
 except ImportError as error:  # griffe's
     sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
@@ -75,7 +77,7 @@ def stage(out: Path) -> None:
         write(staged / "reference" / name, text)
     copy_linked(staged)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    settings |= {"docs_dir": "docs", "site_dir": "html"}
+    settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
     listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
     section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
     section(settings["nav"], "Reference").append({"Project": [f"repository/{path}" for path in PROJECT]})
@@ -209,7 +211,7 @@ def llms_txt(out: Path) -> None:
     page with `index.html.md` appended.
     """
     nav = yaml.safe_load((out / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    described = dict(re.findall(r"^- \[[^\]]+\]\((\w+\.md)\): (.+)$", (DOCS / "README.md").read_text("utf-8"), re.M))
+    described = {f"{page.name}.md": f"{page.text}." for page in page_lists.pages()}
     home = (out / "docs/README.md").read_text(encoding="utf-8")
     lines = [
         "# lightning_tricks",
