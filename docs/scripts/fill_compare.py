@@ -25,7 +25,7 @@ def compare(result: dict[str, Any]) -> dict[str, str]:
 
 def draw(_: Any, file: Path) -> None:
     """The curves of the sample, as the option writes them, light and dark."""
-    from lightning_tricks.commands.compare.curves import draw_picture
+    from lightning_tricks.logs.compare.curves import draw_picture
 
     found = _compared(["base", "lr3"])
     draw_picture(found, file)
@@ -33,8 +33,8 @@ def draw(_: Any, file: Path) -> None:
 
 
 def _block(folders: list[str], curves: bool = False) -> str:
-    from lightning_tricks.commands.compare.curves import draw_in_terminal
-    from lightning_tricks.commands.compare.report import text
+    from lightning_tricks.logs.compare.curves import draw_in_terminal
+    from lightning_tricks.logs.compare.report import text
 
     found = _compared(folders)
     drawn = draw_in_terminal(found, columns=_COLUMNS, unicode=True) if curves else []
@@ -45,8 +45,8 @@ def _block(folders: list[str], curves: bool = False) -> str:
 
 def _compared(folders: list[str]) -> Any:
     """The comparison, whatever the working folder is."""
-    from lightning_tricks.commands.compare.compared_run import read_runs
-    from lightning_tricks.commands.compare.comparison import compare_runs
+    from lightning_tricks.logs.compare.compared_run import read_runs
+    from lightning_tricks.logs.compare.comparison import compare_runs
 
     with contextlib.chdir(ROOT):
         runs, _ = read_runs([f"{SAMPLE}/{folder}" for folder in folders], {})

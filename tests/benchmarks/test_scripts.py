@@ -23,7 +23,7 @@ from benchmarks import (
     plan_published,
     precision,
 )
-from lightning_tricks.commands.compare.compared_run import read_runs
+from lightning_tricks.logs.compare.compared_run import read_runs
 
 
 def read(path):

@@ -708,7 +708,6 @@ ROWS = [
     ),
     command("compare {folder}", "no validation loss or training loss", files={"metrics.csv": "step,a\n0,1\n"}),
     command("compare {folder} --names val_los=x", "did you mean val_loss?", files={"metrics.csv": LOSSES}),
-    command("compare {folder} --png a.svg", "png=a.svg", "ends in .png", files={"metrics.csv": LOSSES}),
     command("compare {folder} --html {folder}", "html=", "this is a folder", files={"metrics.csv": LOSSES}),
     command("compare {folder} --seed_noise -1", "seed_noise=-1", "above 0", files={"metrics.csv": LOSSES}),
     command("compare", "error: compare: ", "required: DIR", "compare --help"),

@@ -27,13 +27,13 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.runs import read_run
 from lightning_tricks.commands.schedule.curves import NamedPlan, lr_lines, place_of
 from lightning_tricks.commands.schedule.picture import draw_picture
 from lightning_tricks.commands.schedule.plan import planned, without_weights
 from lightning_tricks.commands.schedule.present import present_step
 from lightning_tricks.commands.schedule.terminal import draw_in_terminal, marks_row, ticks_row
 from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.logs.run import read_run
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.tensorboard_dashboard import planned_lrs
 from lightning_tricks.schedules import WarmupLinear
@@ -412,6 +412,6 @@ def test_the_present_step_is_that_of_the_newest_checkpoint_or_of_the_log(tmp_pat
     torch.save(checkpoint_of(12), tmp_path / "checkpoints/a.ckpt")
     assert present_step(str(tmp_path), {}) == 12
     assert present_step(str(tmp_path / "checkpoints/a.ckpt"), {}) == 12
-    assert read_run.read_run(tmp_path).steps == 10
+    assert read_run(tmp_path).steps == 10
     with pytest.raises(UsageError, match="there is no run with checkpoints in the recipe, which names no logger"):
         present_step("last", {})

@@ -10,25 +10,14 @@ from lightning_tricks.commands.schedule.curves import (
     Line,
     NamedPlan,
     decay_lines,
-    human,
     lr_lines,
     place_of,
     positions,
 )
+from lightning_tricks.logs.page import DARK, LIGHT
+from lightning_tricks.logs.table import human
 
 FORMATS = (".png", ".svg")
-LIGHT = {
-    "ink": "#1f2328",
-    "faint": "#d1d9e0",
-    "paper": "#ffffff",
-    "lines": ["#0969da", "#bc4c00", "#1a7f37", "#bf3989", "#8250df", "#9a6700"],
-}
-DARK = {
-    "ink": "#e6edf3",
-    "faint": "#3d444d",
-    "paper": "#0d1117",
-    "lines": ["#58a6ff", "#f0883e", "#3fb950", "#f778ba", "#bc8cff", "#d29922"],
-}
 _STYLES = ["-", "--"]  # of the first recipe, and of the one laid over it
 _MOST_TICKS = 200  # of validations or checkpoints; more would be a bar
 _LETTER, _ROW = 0.0115, 0.045  # width of a letter over the axis, and height of a line, as shares of it

@@ -8,7 +8,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import RECORD_FILE, read_record
-from lightning_tricks.commands.runs.read_run import read_run
+from lightning_tricks.logs.run import read_run
 
 
 def present_step(place: str, trainer: Mapping[str, Any]) -> int:
