@@ -51,12 +51,12 @@ class Points:
 
     def add(self, step: int, value: float, time: float, marks: int) -> None:
         """Add a point."""
-        if step < self._latest:
-            self.restarts.add(step)
-        if step <= self._highest:
-            self._is_sorted = False
-        else:
+        if step > self._highest:
             self._highest = step
+        else:
+            self._is_sorted = False
+            if step < self._latest:
+                self.restarts.add(step)
         self._latest = step
         self.steps.append(step)
         self.values.append(value)

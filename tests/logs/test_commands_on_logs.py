@@ -1,6 +1,5 @@
 """The commands on logs load nothing heavy, and refuse a wrong place or option in one line."""
 
-import json
 import subprocess
 import sys
 
@@ -24,11 +23,6 @@ def ledger_in(file, first=0):
     LedgerFile(file).append([{"start": first}, {"step": first, "loss": 1.0}])
 
 
-def predicted(file, rows):
-    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with everything that the words below name."""
@@ -48,15 +42,7 @@ def made(tmp_path_factory):
     (folder / "a.txt").write_text("text")
     ledger_in(folder / "a.jsonl")
     ledger_in(folder / "c.jsonl", 9)
-    rows = {"right": [[-1.0, -2.0]] * 40, "fewer": [[-1.0, -2.0]] * 39, "null": [[-1.0, None]] * 40,
-            "infinite": [[-1.0, float("-inf")]] * 40, "nothing": [[None, None]] * 40, "positive": [[1.0, -2.0]] * 40,
-            "letters": ["a"] * 40, "no_rows": []}  # fmt: skip
-    for name, of_file in rows.items():
-        predicted(folder / f"{name}.jsonl", of_file)
     return folder
-
-
-PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +87,6 @@ PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
         ("compare {}/a {}/b --html {}", "html=.*this is a folder"),
         ("compare {}/a {}/b --html -", "html=-: it is not written to standard output: name a file"),
         ("compare {}/none {}/a {}/b", "none: its log holds no scalars"),
-        ("compare {}/a {}/b --predictions {}/right.jsonl", "predictions: 1 file for 2 groups: give one for each"),
-        (PREDICT + "fewer.jsonl", r"predictions=.*fewer.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
-        (PREDICT + "null.jsonl", "its rows are not those of"),
-        (PREDICT + "infinite.jsonl", "line 1 holds no log-probabilities of a row"),
-        (PREDICT + "nothing.jsonl", "no token of it counts"),
-        (PREDICT + "positive.jsonl", "line 1 holds no log-probabilities of a row"),
-        (PREDICT + "letters.jsonl", "line 1 holds no log-probabilities of a row"),
-        (PREDICT + "no_rows.jsonl", "it has no rows"),
-        (PREDICT + "no.jsonl", "no.jsonl: No such file"),
         ("ledger diff {}/a.jsonl", "the following arguments are required: B; ledger --help"),
         ("ledger diff {}/a.jsonl {}/c.jsonl", "has steps 0 to 0 and .* steps 9 to 9: they have no step in common"),
         ("ledger check {}/nowhere", r"nowhere: no ledger can be read \(No such file or directory\)"),

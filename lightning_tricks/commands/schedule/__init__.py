@@ -51,8 +51,7 @@ def run(
     from lightning_tricks.commands.schedule.picture import FORMATS, draw_picture
     from lightning_tricks.commands.schedule.plan import planned
     from lightning_tricks.commands.schedule.present import present_step
-    from lightning_tricks.commands.schedule.terminal import draw_in_terminal
-    from lightning_tricks.logs.terminal import shows_color, shows_unicode
+    from lightning_tricks.commands.schedule.terminal import draw_in_terminal, shows_color, shows_unicode
 
     files = [Path(name) for name in (output or "").split(",") if name]
     for file in files:

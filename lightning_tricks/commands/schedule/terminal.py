@@ -1,6 +1,8 @@
 """A plan in a terminal: the learning rate as a curve, drawn by uniplot, and a table of the phases."""
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -8,11 +10,12 @@ from typing import TYPE_CHECKING
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
 from lightning_tricks.logs.table import human, unit
-from lightning_tricks.logs.terminal import TO_ASCII
 
 if TYPE_CHECKING:  # it imports torch
     from lightning_tricks.commands.schedule.plan import Phase, Plan
 
+_UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
+TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
 _LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
 _LEAST_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 20, 6, 24
 _MOST_CURVES = 6  # that uniplot can draw with different letters
@@ -187,3 +190,17 @@ def _row(phase: "Phase") -> tuple[str, ...]:
         batch = f"{phase.rows:,} rows" if phase.rows is not None else "-"
     tokens = "-" if phase.tokens is None else human(phase.tokens)
     return (phase.name, f"{phase.step:,}", tokens, f"{phase.lr:.4g}", batch, f"{phase.weight_decay:.4g}")
+
+
+def shows_unicode() -> bool:
+    """Whether standard output takes the characters of the curve."""
+    try:
+        _UNICODE.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def shows_color() -> bool:
+    """Whether standard output is a terminal whose user has not switched colors off, see https://no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -24,26 +24,22 @@ from lightning_tricks.logs.compare.compared_run import (
 )
 from lightning_tricks.logs.compare.intervals import (
     Interval,
-    block_means,
     paired,
     pooled_spread,
     welch,
     with_spread,
 )
-from lightning_tricks.logs.compare.predictions import Predictions, difference, read_all
 from lightning_tricks.logs.run import BITS
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.runs import differing
 from lightning_tricks.logs.table import setting_text
 
 LEVEL = 0.95  # that all intervals of one comparison hold the true differences, together
-_LAST_PART = 0.2  # of the steps of two runs, whose training batches are compared
 _TRAIN_POINTS = 20  # means of the training loss over the shortest run, where it stands for a validation
 _SAME = 1e-3  # relative difference of amounts a step that counts as none
 _FULL = 0.99  # of a run's steps: below that, its schedule had not ended
 _PAIRS = 3  # seeds in common from which on differences are taken seed by seed
 _TOKENIZERS = ("vocab_size", "tokenizer", "tokenizer_file")  # ends of settings that decide what a token is
-_TRAINING = ("trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes", "trainer.limit_train_batches")
 _ROWS_OF_TRAINING = ("data.micro_batch_size", "data.skip_samples")  # which the validation rows do not follow
 
 Verdict = Literal["better", "worse", "no difference", "not known"]
@@ -85,7 +81,6 @@ class Comparison:
         at: name of the row on which the verdicts are; None for steps, or tokens where batches differ, or `last` where
             one run had ended before the first point of another.
         seed_noise: standard deviation over seeds that was given.
-        predictions: of each group, on the same rows; or none.
     """
 
     runs: list[ComparedRun]
@@ -94,7 +89,6 @@ class Comparison:
     is_validation: bool
     at: str | None = None
     seed_noise: float | None = None
-    predictions: list[Predictions] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: dict[str, Series] = field(default_factory=dict)  # by the names of runs, over steps done
@@ -223,47 +217,11 @@ class Comparison:
             found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found
 
-    def same_batches(self, number: int) -> Interval | None:
-        """The difference in training loss of a group's first run and the first group's, on the batches that both took.
-
-        Over the last fifth of the steps that both have done. None unless ledgers or settings show that the batches
-        were the same.
-        """
-        one, other = self.groups[0].runs[0], self.groups[number].runs[0]
-        first, second = one.log["loss"], other.log["loss"]
-        if not len(first) or not len(second) or not _took_same_batches(one, other):
-            return None
-        end = min(first.steps[-1], second.steps[-1]) + 1
-        steps, a, b = np.intersect1d(first.steps, second.steps, return_indices=True)
-        kept = (steps >= end * (1 - _LAST_PART)) & (steps < end)
-        differences = second.values[b[kept]] - first.values[a[kept]]
-        return block_means(differences.tolist(), self.level) if np.isfinite(differences).all() else None
-
-    def same_rows(self) -> dict[str, list[Interval | None]]:
-        """Paired differences of each group less the first, on rows that a run of both has seen, by what they are of."""
-        numbers = range(1, len(self.groups))
-        found = {"training": [self.same_batches(number) for number in numbers]}
-        if self.predictions:
-            first = self.predictions[0]
-            found["predictions"] = [difference(first, self.predictions[number], self.level) for number in numbers]
-        return {name: intervals for name, intervals in found.items() if any(intervals)}
-
     def lower_at(self, number: int) -> tuple[int, int]:
         """At how many of the points that a group's first run shares with the first group's it is lower, and of all."""
         one, other = (self.outcomes[self.groups[each].runs[0].name] for each in (0, number))
         _, a, b = np.intersect1d(one.steps, other.steps, return_indices=True)
         return int((other.values[b] < one.values[a]).sum()), len(a)
-
-
-def _took_same_batches(one: ComparedRun, other: ComparedRun) -> bool:
-    if shared := one.log.batches.keys() & other.log.batches.keys():
-        return all(one.log.batches[step] == other.log.batches[step] for step in shared)
-    names = {name for run in (one, other) for name in run.settings if name.startswith("data.") or name in _TRAINING}
-    if not any(name.startswith("data.") for name in names):
-        return False
-    order = [name for name in names if name.startswith("data.") and name.endswith("seed")] or ["seed_everything"]
-    known = all(name in run.settings for run in (one, other) for name in order)
-    return known and all(one.settings.get(name) == other.settings.get(name) for name in (*names, *order))
 
 
 def compare_runs(
@@ -272,7 +230,6 @@ def compare_runs(
     at: str | None = None,
     seed_noise: float | None = None,
     named: bool = False,
-    predictions: Sequence[str] = (),
 ) -> Comparison:
     """Compare runs.
 
@@ -282,17 +239,14 @@ def compare_runs(
         at: row on which the verdicts are: an axis, `last` or `best`; see `Comparison`.
         seed_noise: standard deviation over seeds, where no group tells it.
         named: whether the user has named the validation metric.
-        predictions: files of `predict`, one for each group.
 
     Raises:
-        UsageError: the runs have no metric in common; the row is not known; see `read_all`.
+        UsageError: the runs have no metric in common; the row is not known.
     """
     notes: list[str] = []
     different = differing([run.run for run in runs]).values()
     metrics, is_validation = _metrics(runs, list(different), named, notes)
-    groups = groups_of(runs, by)
-    read = read_all(predictions, len(groups))
-    found = Comparison(runs, groups, metrics, is_validation, at, seed_noise, read)
+    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise)
     found.notes = [*notes, *_notes(found, list(different))]
     return found
 

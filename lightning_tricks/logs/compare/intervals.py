@@ -1,4 +1,4 @@
-"""Intervals of a difference: between two groups of seeds, pairs of seeds, or two runs on the same batches.
+"""Intervals of a difference: between two groups of seeds, or pairs of seeds.
 
 Every interval is a mean, plus or minus a quantile of Student's t times a standard error.
 """
@@ -11,9 +11,6 @@ from statistics import NormalDist
 import numpy as np
 
 from lightning_tricks._errors import UsageError
-
-_BLOCKS = 10  # of the method of block means
-LEAST = 40  # four a block
 
 
 @dataclass(frozen=True)
@@ -116,28 +113,3 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None
         return None
     squares = sum(float(np.var(values, ddof=1)) * (len(values) - 1) for values in several)
     return math.sqrt(squares / df), df
-
-
-def block_means(
-    differences: Sequence[float], level: float, counts: Sequence[float] | None = None, what: str = "batches"
-) -> Interval | None:
-    """Interval of the mean of differences in order, which may be correlated with their neighbours; None for under 40.
-
-    The means of ten blocks are nearly independent, where correlation reaches over a small part of a block. A trend
-    makes the interval wider.
-
-    Args:
-        differences: of two runs on the same batches; with `counts`, sums over as many tokens each.
-        level: as in `welch`.
-        counts: numbers of tokens; None for one each.
-        what: the differences are of, in words.
-
-    Source: the method of batch means, Glynn and Lim 2009, http://web.stanford.edu/~glynn/papers/2009/GLim09.html.
-    """
-    if len(differences) < LEAST:
-        return None
-    sums, numbers = np.asarray(differences, dtype=np.float64), np.ones(len(differences)) if counts is None else counts
-    blocks = zip(np.array_split(sums, _BLOCKS), np.array_split(numbers, _BLOCKS), strict=True)
-    means = [float(part.sum() / number.sum()) for part, number in blocks]
-    half = student_t((1 + level) / 2, _BLOCKS - 1) * float(np.std(means, ddof=1)) / math.sqrt(_BLOCKS)
-    return Interval(float(sums.sum() / np.sum(numbers)), half, f"means of {_BLOCKS} blocks of {len(sums):,} {what}")

@@ -5,16 +5,18 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_tricks._quote import html_text, printable
 from lightning_tricks.logs import page as html
 from lightning_tricks.logs.compare.compared_run import Group, axis_text
 from lightning_tricks.logs.compare.comparison import LEVEL, Comparison, Row
-from lightning_tricks.logs.compare.curves import ends_shown, run_curves
 from lightning_tricks.logs.compare.intervals import Interval
 from lightning_tricks.logs.table import Table, html_table, human, lines_of, shortened
 
 _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
 _WIDTH = 118  # of a line of text there
+_BEGIN = 0.1  # of an axis: what is higher there may be above the frame
 
 
 def groups_table(found: Comparison) -> Table:
@@ -49,17 +51,6 @@ def values_table(found: Comparison) -> Table:
         if row.name == found.at and any(spread is not None for spread in row.spreads):
             spreads = ["" if spread is None else _figure(spread) for spread in row.spreads]
             rows.append(["  spread of seeds there", *spreads, *("" for _ in others)])
-    return rows
-
-
-def rows_table(found: Comparison) -> Table:
-    """A row for each paired difference on the same rows, of one run each; the heads alone where there is none."""
-    first, others = found.groups[0], found.groups[1:]
-    rows = [["on the same rows, one run each", *(f"{group.letter} - {first.letter}" for group in others)]]
-    for name, intervals in found.same_rows().items():
-        known = next(interval for interval in intervals if interval is not None)
-        cells = ["" if interval is None else interval_text(interval) for interval in intervals]
-        rows.append([f"{name}, {known.method}", *cells])
     return rows
 
 
@@ -175,7 +166,7 @@ def _ends(found: Comparison, group: Group) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ()) -> str:
+def text(found: Comparison, left_out: Sequence[str]) -> str:
     """All of it for a terminal."""
     parts = [lines_of(groups_table(found), left={0, 3})]
     settings = settings_table(found)
@@ -184,9 +175,6 @@ def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ())
         more = len(settings) - 1 - _MOST_SETTINGS
         parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
     parts.append(lines_of(values_table(found)))
-    if len(pairs := rows_table(found)) > 1:
-        parts.append(lines_of(pairs))
-    parts.append(list(curves))
     parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
     parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -199,13 +187,12 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     names = [run.name for run in found.groups[0].runs] if alone else names
     legend = (f'<span><i class="{html.color_class(n)}"></i>{html_text(name)}</span>' for n, name in enumerate(names))
     told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
-    settings, pairs = settings_table(found), rows_table(found)
+    settings = settings_table(found)
     classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
     parts = [
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
         html_table(groups_table(found), classes),
         html_table(values_table(found)),
-        html_table(pairs) if len(pairs) > 1 else "",
         html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
         f'<p class="legend">{"".join(legend)}</p><div class="plots">',
@@ -213,6 +200,25 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         "</div>",
     ]
     return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
+
+
+def run_curves(found: Comparison, axis: str) -> list[html.Curve]:
+    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
+    alone = len(found.groups) == 1
+    curves = []
+    for number, group in enumerate(found.groups):
+        for place, run in enumerate(group.runs):
+            outcome, label = html.thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
+            x = found.places(run, axis, outcome)
+            curves.append(html.Curve(place if alone else number, label, x, outcome.values))
+    return curves
+
+
+def ends_shown(curves: list[html.Curve]) -> tuple[float, float]:
+    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
+    end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
+    later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
+    return html.limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
 
 
 def _figure_over(found: Comparison, axis: str) -> str:
@@ -238,8 +244,6 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         several = len(found.groups) > 2
         words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
         yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
-    if found.same_rows():
-        yield f"± on the same rows is half of a {_percent(found.level)} interval over rows: other seeds are not in it"
 
 
 def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
@@ -264,13 +268,6 @@ def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
         ]
         if len(found.groups) > 1
         else [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
-        "same_rows": {
-            name: {
-                group.letter: _interval_record(interval)
-                for group, interval in zip(found.groups[1:], intervals, strict=True)
-            }
-            for name, intervals in found.same_rows().items()
-        },
         "notes": list(notes(found, left_out)),
     }
 
