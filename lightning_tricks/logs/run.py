@@ -217,21 +217,12 @@ def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now
     losses = (scalars.last(name) for name in _TRAIN_LOSSES)
     if any(loss is not None and not math.isfinite(loss) for loss in losses):
         return "failed"
-    planned = _decay_end(folder) or _at(document, "trainer", "max_steps")
+    planned = _at(document, "trainer", "max_steps")
     if scalars.ended or (isinstance(planned, int) and 0 < planned <= steps):
         return "finished"
     logs = [folder / "metrics.csv", folder / "goodput.json", *event_files(folder)]
     written = max((file.stat().st_mtime for file in logs if file.exists()), default=0.0)
     return "active" if now - written < ACTIVE_SECONDS else "stopped"
-
-
-def _decay_end(folder: Path) -> int | None:
-    """Optimizer steps of a run whose decay DecayOnDemand has started: its file says `LENGTH from step FIRST`."""
-    try:
-        found = re.fullmatch(r"(\d{1,15}) from step (\d{1,15})\s*", read_text(folder / "decay"))
-    except (OSError, ValueError):
-        return None
-    return int(found[1]) + int(found[2]) if found else None
 
 
 # ---- settings

@@ -8,9 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-import short_run
 import yaml
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
@@ -388,21 +386,6 @@ def test_other_validation_rows_are_told(tmp_path):
     made(tmp_path / "a", curve(3.0), data={"val_fraction": 0.1})
     made(tmp_path / "b", curve(4.0), data={"val_fraction": 0.2})
     assert "data.val_fraction differs: the validations may be of other rows" in compared(tmp_path).notes
-
-
-# ---- logs of other projects
-
-
-@pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger])
-def test_runs_of_any_lightning_project_are_compared(tmp_path, logger, capsys):
-    for lr in (1, 2):
-        short_run.fit(logger(tmp_path), 12, model=short_run.Model(lr))
-    with pytest.raises(SystemExit):
-        door.run(["compare", str(tmp_path), "--seed_noise", "1"])
-    shown = capsys.readouterr().out
-    assert "at 10 steps" in shown
-    assert "B is worse than A: val/loss 2009.0000 against 1009.0000 at 10 steps" in shown
-    assert ("hours: not known" in shown) == (logger is CSVLogger)  # a table has no times
 
 
 def test_names_of_another_project_can_be_given(tmp_path):

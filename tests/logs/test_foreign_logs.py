@@ -11,13 +11,13 @@ import math
 import os
 import re
 import shutil
-import struct
 import tempfile
 import warnings
 from pathlib import Path
 
 import pytest
 import yaml
+from event_records import framed, losses, record, scalar
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -27,7 +27,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.export.model_card import figures_of_run
 from lightning_tricks.logs.compare.compared_run import read_runs
 from lightning_tricks.logs.compare.comparison import compare_runs
-from lightning_tricks.logs.compare.report import page, record, text
+from lightning_tricks.logs.compare.report import page, text
+from lightning_tricks.logs.compare.report import record as answer
 from lightning_tricks.logs.doctor import Report, find_run
 from lightning_tricks.logs.ledger_diff import check, compare
 from lightning_tricks.logs.ledger_file import LedgerFile, read_ledger
@@ -107,7 +108,7 @@ def beside(tmp_path_factory):
                 compared, lines = read_runs([str(folder / "good"), str(bad)], {})
                 assert all("\n" not in line for line in lines)
                 result = compare_runs(compared)
-                json.dumps([record(result, lines), text(result, lines), page(result, lines)], allow_nan=False)
+                json.dumps([answer(result, lines), text(result, lines), page(result, lines)], allow_nan=False)
             figures_of_run(bad / "checkpoints" / "last.ckpt", 10**6)
             read_records(bad / "goodput.json")
 
@@ -301,18 +302,8 @@ def test_many_columns_cost_as_many_lookups(tmp_path):
 # ---- event files
 
 
-def framed(data, length=None):
-    return struct.pack("<Q", len(data) if length is None else length) + bytes(4) + data + bytes(4)
-
-
-def scalar(tag, step, value, seconds=1e9):
-    return Event(wall_time=seconds, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
-
-
-def losses(count):
-    return b"".join(
-        framed(scalar("train/loss", step, 5 - step / 20, 1e9 + step).SerializeToString()) for step in range(count)
-    )
+def recorded(count):
+    return b"".join(map(record, losses(range(count), lambda step: 5 - step / 20)))
 
 
 int64 = st.one_of(st.integers(-3, 60), st.integers(-(2**63), 2**63 - 1))
@@ -351,7 +342,7 @@ events = st.one_of(
     st.just(Event(file_version="brain.Event:2")),
 )  # fmt: skip
 records = st.one_of(
-    events.map(lambda event: framed(event.SerializeToString())),
+    events.map(record),
     st.builds(framed, st.binary(max_size=40)),
     st.builds(framed, st.binary(max_size=40), st.one_of(st.integers(0, 80), st.integers(0, 2**64 - 1))),
 )
@@ -361,23 +352,23 @@ records = st.one_of(
 @given(content=raw)
 def test_any_bytes_as_an_event_file_hide_no_run(beside, content):
     beside(events=content)
-    beside(events=losses(40) + content, log=None)
+    beside(events=recorded(40) + content, log=None)
 
 
 @junk
 @given(parts=st.lists(records, max_size=12), cut=st.integers(0, 30))
-@example(parts=[framed(scalar("train/loss", 2**63 - 1, 1.0).SerializeToString())], cut=0)
-@example(parts=[framed(scalar("train/loss", 3, math.nan, math.inf).SerializeToString())] * 2, cut=0)
+@example(parts=[record(scalar("train/loss", 2**63 - 1, 1.0))], cut=0)
+@example(parts=[record(scalar("train/loss", 3, math.nan, math.inf))] * 2, cut=0)
 @example(parts=[framed(b""), framed(b"\x12")], cut=0)
 def test_any_records_hide_no_run(beside, parts, cut):
     content = b"".join(parts)
     beside(events=content[: len(content) - cut], log=None)
-    beside(events=losses(30) + content[: len(content) - cut], log=None)
+    beside(events=recorded(30) + content[: len(content) - cut], log=None)
 
 
 @pytest.mark.parametrize("after", [framed(b"x", 2**63), bytes(4096), framed(b"x" * 50, 7)])
 def test_an_event_file_is_read_up_to_its_damage_and_a_line_says_so(tmp_path, after):
-    run = run_in(tmp_path, log=None, events=losses(40) + after + losses(10))
+    run = run_in(tmp_path, log=None, events=recorded(40) + after + recorded(10))
     (found,), (log, unread) = find_runs(tmp_path), read_log(run)
     assert (found.steps, len(log["loss"])) == (40, 40)
     (line,) = found.unread
@@ -388,11 +379,11 @@ def test_an_event_file_is_read_up_to_its_damage_and_a_line_says_so(tmp_path, aft
 def test_many_tags_and_many_resumes_cost_as_many_looks(tmp_path):
     """Were each tag or resume held against each point, these would be 4e8 comparisons."""
     many = 20_000
-    tags = b"".join(framed(scalar(f"m{i:07d}", 1, 1.0).SerializeToString()) for i in range(many))
-    start = framed(Event(step=10**6, session_log=SessionLog(status=SessionLog.START)).SerializeToString())
-    run = run_in(tmp_path, log=None, events=losses(40) + tags + start * many)
+    tags = b"".join(record(scalar(f"m{i:07d}", 1, 1.0)) for i in range(many))
+    start = record(Event(step=10**6, session_log=SessionLog(status=SessionLog.START)))
+    run = run_in(tmp_path, log=None, events=recorded(40) + tags + start * many)
     assert len(read_log(run)[0].metrics) == many + 2  # and the speed
-    points = b"".join(framed(scalar("val/loss", step, 1.0).SerializeToString()) for step in range(many))
+    points = b"".join(record(scalar("val/loss", step, 1.0)) for step in range(many))
     run_in(tmp_path, "b", log=None, events=points + start * many)
     assert find_runs(tmp_path)[0].best_step == 1
 
