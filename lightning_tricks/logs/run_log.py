@@ -15,8 +15,7 @@ from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.logs.roles import ROLES, check_roles
-from lightning_tricks.logs.run import Run, flat, settings_of
-from lightning_tricks.logs.scalars import read_scalars
+from lightning_tricks.logs.run import Run, read_run
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -136,12 +135,8 @@ def read_log(
     """
     names = dict(names or {})
     check_roles(names)
-    if run is None:
-        document, unread = settings_of(folder)
-        scalars, settings = read_scalars(folder), flat(document)
-        unread = [*scalars.unread, *unread]
-    else:
-        scalars, settings, unread = run.scalars, dict(run.settings), list(run.unread)
+    run = run or read_run(folder, all_metrics=True)
+    scalars, unread = run.scalars, list(run.unread)
     metrics = {
         name: Series(np.frombuffer(points.steps, np.int64), np.frombuffer(points.values, np.float64))
         for name, points in scalars.metrics.items()
@@ -155,7 +150,7 @@ def read_log(
                 f"{command}: names={role}={name}{did_you_mean(name, metrics)}: it was not logged in {folder}; there "
                 f"are {_some(metrics)}"
             )
-    log = RunLog(metrics, names, settings=settings)
+    log = RunLog(metrics, names, settings=run.settings)
     if (found := next((role for role in needed if role in log.names), None)) is None:
         words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(

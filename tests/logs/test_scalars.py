@@ -9,7 +9,7 @@ import yaml
 from event_records import FILE, losses, scalar, written
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
@@ -69,6 +69,27 @@ def test_points_after_a_resume_replace_those_that_came_after_its_step(tmp_path):
     assert [step for step, _ in found] == list(range(9))
     assert [value for _, value in found[5:]] == [1.0] * 4
     assert read_log(tmp_path)[0].restarts == [5]
+
+
+def test_points_before_a_resume_are_forgotten_from_its_step_on_also_those_that_are_not_written_again(tmp_path):
+    start = lambda step: Event(step=step, session_log=SessionLog(status=SessionLog.START))  # noqa: E731
+    early, late = losses(range(5, 6), lambda _: 1.0), losses(range(8, 9), lambda _: 2.0)
+    written(tmp_path, *losses(range(8)), scalar("other", 6, 1.0), start(5), *early, start(7), *late)
+    assert [step for step, _ in points(tmp_path, "train/loss")] == [0, 1, 2, 3, 4, 5, 8]
+    assert "other" not in read_log(tmp_path)[0].metrics
+    assert read_log(tmp_path)[0].restarts == [5, 7]
+    back = written(tmp_path / "back", *losses(range(8)), start(7), start(5), *late)
+    assert [step for step, _ in points(back, "train/loss")] == [0, 1, 2, 3, 4, 8]
+
+
+def test_a_value_counts_wherever_it_stands_in_its_record_and_a_time_that_is_none_does_not(tmp_path):
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
+    value = Summary.Value(tag="train/loss", simple_value=2.5, metadata=metadata)  # the metadata come last
+    events = [Event(wall_time=1e9, step=step, summary=Summary(value=[value])) for step in (0, 0, 1)]
+    bad = [scalar("train/loss", step, 0.5, seconds) for step, seconds in ((2, 1e9), (3, math.inf), (4, -1.0))]
+    log, _ = read_log(written(tmp_path, *events, *bad))
+    assert points(tmp_path, "train/loss") == [(0, 2.5), (1, 2.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert log.times.steps.tolist() == [0, 1, 2]
 
 
 def test_a_second_file_goes_on_where_it_begins(tmp_path):
