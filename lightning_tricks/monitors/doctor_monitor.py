@@ -111,7 +111,7 @@ class DoctorMonitor(pl.Callback):
     Raises:
         UsageError: `names` has an unknown role.
 
-    Source: thresholds and their reasons are the constants of `lightning_tricks/monitors/doctor/`.
+    Source: thresholds and their reasons are the constants of `lightning_tricks/logs/symptoms/`.
     """
 
     def __init__(self, names: dict[str, str] | None = None) -> None:
