@@ -50,9 +50,10 @@ from lightning_tricks import (
     WarmupStableDecay,
 )
 from lightning_tricks._lightning import pl
-from lightning_tricks.commands.doctor.read_log import find_run, read_log
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.monitors.doctor.symptoms import findings
+from lightning_tricks.logs.doctor import find_run
+from lightning_tricks.logs.run_log import read_log
+from lightning_tricks.logs.symptoms import findings
 
 LR = 3e-3
 COSINE = WarmupCosine(warmup_steps=20)

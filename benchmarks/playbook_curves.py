@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.doctor_trials import FAULTS, Trial
-from lightning_tricks.commands.doctor.read_log import find_run, read_log
-from lightning_tricks.commands.doctor.report import thinned
-from lightning_tricks.monitors.doctor.run_log import RunLog, Series
-from lightning_tricks.monitors.doctor.symptoms import findings
+from lightning_tricks.logs.doctor import find_run
+from lightning_tricks.logs.page import thinned
+from lightning_tricks.logs.run_log import RunLog, Series, read_log
+from lightning_tricks.logs.symptoms import findings
 
 HEALTHY = "healthy_0"
 MOST_METRICS = 2  # in one picture

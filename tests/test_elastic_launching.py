@@ -31,7 +31,7 @@ from lightning_tricks._lightning import pl
 from lightning_tricks.callbacks import Preemption
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import ShardWriter
-from lightning_tricks.monitors.run_ledger.ledger_file import NAME
+from lightning_tricks.logs.ledger_file import NAME
 
 pytestmark = [
     pytest.mark.outside,

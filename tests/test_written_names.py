@@ -25,17 +25,16 @@ from lightning_tricks._errors import UsageError, one_line_and_exit
 from lightning_tricks._lightning import rank_zero_info, rank_zero_warn
 from lightning_tricks._quote import printable
 from lightning_tricks.cli.next_steps import go_on
-from lightning_tricks.commands.doctor.report import Report
 from lightning_tricks.commands.export.model_card import model_card, transformers_target
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
-from lightning_tricks.commands.runs import _csv
-from lightning_tricks.commands.runs.read_run import Run
-from lightning_tricks.commands.runs.table import Table
+from lightning_tricks.logs.doctor import Report
+from lightning_tricks.logs.ledger_file import LedgerFile, parse
+from lightning_tricks.logs.run import Run
+from lightning_tricks.logs.run_log import RunLog, Series
+from lightning_tricks.logs.runs import Table
+from lightning_tricks.logs.symptoms.finding import Finding
 from lightning_tricks.models import hf_config, to_hf
-from lightning_tricks.monitors.doctor.finding import Finding
-from lightning_tricks.monitors.doctor.run_log import RunLog, Series
 from lightning_tricks.monitors.goodput_monitor import FILE
-from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, parse
 from lightning_tricks.monitors.tensorboard_dashboard import redirect_page, table
 
 ATTACK = "hf\nckpt_path: evil.ckpt\nweights_only: false\n#"
@@ -178,7 +177,7 @@ def test_a_table_of_runs_has_one_line_and_one_record_a_run(name):
     found = Table(runs)
     assert len(found.text().split("\n")) == 3
     assert is_printable(found.text())
-    rows = list(csv.DictReader(io.StringIO(_csv(found.rows()))))
+    rows = list(csv.DictReader(io.StringIO(found.csv())))
     assert [row["name"] for row in rows] == [
         each.name if each.name == "other" else printable(name) for each in found.runs
     ]

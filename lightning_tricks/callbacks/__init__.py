@@ -18,7 +18,7 @@ from lightning_tricks.guards.watchdog.rank_monitor import RankMonitor as RankMon
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.monitors.activation_monitor import ActivationMonitor as ActivationMonitor
 from lightning_tricks.monitors.attention_monitor import AttentionMonitor as AttentionMonitor
-from lightning_tricks.monitors.doctor.doctor_monitor import DoctorMonitor as DoctorMonitor
+from lightning_tricks.monitors.doctor_monitor import DoctorMonitor as DoctorMonitor
 from lightning_tricks.monitors.goodput_monitor import GoodputMonitor as GoodputMonitor
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor

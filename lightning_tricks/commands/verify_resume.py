@@ -1,7 +1,7 @@
 """`verify-resume`: whether a run that is killed and resumed trains as if nothing had happened. Imports no torch.
 
-Train straight, and again with kill -9 and a resume in the middle, and name the first thing that differs. The function
-`verify_resume` does so for any module, the command for a recipe.
+Train straight, and again with kill -9 and a resume in the middle, each with RunLedger; then `ledger diff` of the two.
+The function `verify_resume` does so for any module, the command for a recipe.
 """
 
 import contextlib
@@ -14,35 +14,36 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.compare_records import Difference, Record, first_differences
+from lightning_tricks.logs.ledger_diff import MEANINGS, LedgerDiff, compare, name_of
+from lightning_tricks.logs.ledger_file import NAME as LEDGER
+from lightning_tricks.logs.ledger_file import read_ledger
 
-# In the order of cause and effect within a micro-batch, so that the first one that differs is the cause of the others.
-PARTS = ("data", "random state", "weights", "optimizer state", "scaler", "lr", "loss", "gradient norm")
 CHECKPOINT = "half.ckpt"  # in the folder of the run that is killed
-_RECORDER = "lightning_tricks.commands.resume_recorder"
+_PROCESS = "lightning_tricks.commands.resume_process"
 DEFAULT_STEPS = 8
 LEAST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the three runs: the settings of its recorder, and the checkpoint that it goes on from."""
+    """One of the three starts.
+
+    Args:
+        folder: of its run; that of the resume is that of the killed one, whose ledger goes on.
+        last_step: number of optimizer steps that the run has done at its end.
+        kill: whether to save there, and to end by SIGKILL in the middle of the next step.
+        ckpt_path: that it goes on from.
+    """
 
     folder: str
-    steps: int
-    first_step: int = 0
+    last_step: int
     kill: bool = False
     ckpt_path: str | None = None
-
-    def recorder(self) -> dict[str, Any]:
-        """The arguments of ResumeRecorder."""
-        return {name: value for name, value in asdict(self).items() if name != "ckpt_path"}
 
 
 @dataclass(frozen=True)
@@ -53,38 +54,37 @@ class ResumeReport:
         steps: done straight.
         before: done before the kill.
         world_size: number of processes.
-        differences: the first one of each part that differs, the first of all first.
+        diff: of the ledgers of the two runs.
     """
 
     steps: int
     before: int
     world_size: int
-    differences: tuple[Difference, ...]
+    diff: LedgerDiff
 
     @property
     def equal(self) -> bool:
-        """Whether everything is equal to the bit."""
-        return not self.differences
+        """Whether everything that was compared is equal to the bit."""
+        return not self.diff.differs
 
     def __str__(self) -> str:
-        """A line for each part, and one for all."""
-        found = {difference.part: difference for difference in self.differences}
-        lines = [f"{part}: " + (f"differs first {found[part].place}" if part in found else "equal") for part in PARTS]
-        return "\n".join([*lines, self._verdict()])
+        """A line for each part, and the answer."""
+        return "\n".join([*self.diff.part_lines(), *self._verdict()])
 
-    def _verdict(self) -> str:
+    def _verdict(self) -> list[str]:
         runs = f"{self.steps} steps straight and {self.before} + kill -9 + {self.steps - self.before}"
         runs += f" in {self.world_size} processes" if self.world_size > 1 else ""
         if self.equal:
-            return f"verify-resume: {runs} are equal to the bit"
-        first = self.differences[0]
-        where = f"{first}, on rank {first.rank}" if self.world_size > 1 else str(first)
-        if first.step <= self.before:
-            return (
+            rest = "" if self.diff.all_equal else ", in what was compared"
+            return [f"verify-resume: {runs} are equal to the bit{rest}"]
+        step, (part, *_) = self.diff.first() or (0, ["weights"])
+        where = f"{name_of(part)} {self.diff.parts[part].place}"
+        if self.diff.first_weights == 0 or step < self.before:
+            return [
                 f"verify-resume: two starts of this run differ before any resume, first in {where}: give it a seed "
                 "(seed_everything), and trainer.deterministic: true on a GPU"
-            )
-        return f"verify-resume: {runs} differ, first in {where}"
+            ]
+        return [f"verify-resume: {runs} differ, first in {where}", f"  {MEANINGS[part]}"]
 
 
 def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: int = DEFAULT_STEPS) -> ResumeReport:
@@ -109,7 +109,7 @@ def verify_resume(make: Callable[[], tuple[Any, Any, dict[str, Any]]], steps: in
     target = _target(make)
 
     def command(phase: Phase) -> list[str]:
-        return [sys.executable, "-P", "-m", _RECORDER, json.dumps(target | asdict(phase))]
+        return [sys.executable, "-P", "-m", _PROCESS, json.dumps(target | asdict(phase))]
 
     return compare_phases(command, steps)
 
@@ -137,37 +137,16 @@ def compare_phases(command: Callable[[Phase], list[str]], steps: int) -> ResumeR
         raise UsageError("verify-resume starts the processes of a run itself: give the command without torchrun")
     before = steps // 2
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as place:
-        folders = [Path(place, name) for name in ("straight", "killed", "resumed")]
-        for folder in folders:
-            folder.mkdir()
-        straight, killed, resumed = map(str, folders)
+        straight, killed = (str(Path(place, name)) for name in ("straight", "killed"))
+        for folder in (straight, killed):
+            os.mkdir(folder)
+        checkpoint = os.path.join(killed, CHECKPOINT)
         _run(command, Phase(straight, steps), "the run")
         _run(command, Phase(killed, before, kill=True), "the run")
-        checkpoint = os.path.join(killed, CHECKPOINT)
         shutil.rmtree(os.path.join(killed, "log"), ignore_errors=True)
-        _run(command, Phase(resumed, steps - before, first_step=before, ckpt_path=checkpoint), "the resume")
-        names = sorted(path.name for path in folders[0].glob("rank_*.jsonl"))
-        pairs: list[tuple[Record, Record]] = []
-        for name in names:
-            pairs += zip_longest(_read(straight, name), _read(killed, name) + _read(resumed, name), fillvalue={})
-        found = first_differences(pairs, PARTS, judge)
-    return ResumeReport(steps, before, len(names), tuple(found))
-
-
-def _read(folder: str, name: str) -> list[Record]:
-    return [json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()]
-
-
-def judge(part: str, one: Record, other: Record) -> str | None:
-    """The first name within a part that differs, empty for one without names; None if the part is equal."""
-    if not (one and other):  # windows of other lengths: the data were divided otherwise
-        return "another number of micro-batches" if part == "data" else None
-    a, b = one.get(part), other.get(part)
-    if a == b:
-        return None
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return ""
-    return next(name for name in [*a, *b] if a.get(name) != b.get(name))
+        _run(command, Phase(killed, steps, ckpt_path=checkpoint), "the resume")
+        one, other = read_ledger(straight), read_ledger(killed)
+        return ResumeReport(steps, before, one.starts[0]["processes"], compare(one, other))
 
 
 def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None:
@@ -191,14 +170,16 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
                 os.killpg(process.pid, signal.SIGKILL)  # ranks that are still there
         output.seek(0)
         said = [line.strip() for line in output if line.strip()]
-    if not Path(phase.folder, "rank_0.jsonl").exists() or code != (-signal.SIGKILL if phase.kill else 0):
+    done = 0
+    with contextlib.suppress(UsageError):  # without any step
+        done = max(read_ledger(phase.folder).steps) + 1
+    if not done or code != (-signal.SIGKILL if phase.kill else 0):
         last = next((line for line in reversed(said) if "rror" in line), said[-1] if said else "it wrote nothing")
         raise UsageError(f"verify-resume: {what} failed with exit code {code}: {last.removeprefix('error: ')}")
-    done = _read(phase.folder, "rank_0.jsonl")[-1]["step"]
-    expected = phase.first_step + phase.steps
-    if done < expected:
+    if done < phase.last_step:
         remedy = f"give --steps {done} or fewer" if done >= LEAST_STEPS else "lengthen it by --trainer.max_steps"
-        raise UsageError(f"verify-resume: the run ended after {done} steps, and {expected} were asked for: {remedy}")
+        asked = f"{phase.last_step} were asked for"
+        raise UsageError(f"verify-resume: the run ended after {done} steps, and {asked}: {remedy}")
 
 
 def _program() -> list[str]:
@@ -217,8 +198,8 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks verify-resume",
         description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
-        "their own and in a temporary folder; compare data, random state, weights, optimizer state, scaler, lr, loss "
-        "and gradient norm to the bit. Other options are those of fit.",
+        "their own and in a temporary folder; compare samples, batches, random states, loss, optimizer state and "
+        "weights of each step to the bit. Other options are those of fit.",
         allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps; default %(default)s")
@@ -238,8 +219,15 @@ def run(args: list[str]) -> None:
 
 def _settings(phase: Phase) -> dict[str, Any]:
     """The settings that a phase lays over the recipe."""
-    recorder = {"class_path": f"{_RECORDER}.ResumeRecorder", "init_args": phase.recorder()}
+    ledger = {"class_path": "RunLedger", "init_args": ledger_options(phase)}
+    of_end = {name: value for name, value in asdict(phase).items() if name != "ckpt_path"}
+    end = {"class_path": f"{_PROCESS}.EndOfPhase", "init_args": of_end}
     logger = {"class_path": "ResumingCSVLogger", "init_args": {"save_dir": phase.folder, "name": "log"}}
-    trainer = {"logger": logger, "default_root_dir": phase.folder, "callbacks+": [recorder]}
+    trainer = {"logger": logger, "default_root_dir": phase.folder, "log_every_n_steps": 1}
     start = {"ckpt_path": phase.ckpt_path, "init_from": None} if phase.ckpt_path else {"ckpt_path": "none"}
-    return {**start, "trainer": trainer}
+    return {**start, "trainer": {**trainer, "callbacks+": [ledger, end]}}
+
+
+def ledger_options(phase: Phase) -> dict[str, Any]:
+    """Those of RunLedger, which sums all of the state in each step."""
+    return {"path": os.path.join(phase.folder, LEDGER), "cover_weights_in_steps": 1}

@@ -28,11 +28,11 @@ from lightning_tricks.callbacks import (
     StepGuard,
     TrainingProgressBar,
 )
-from lightning_tricks.commands.ledger import compare
+from lightning_tricks.logs.ledger_diff import compare
+from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOGGED
 from lightning_tricks.mixins import TokenMeanMixin
-from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 
 def sums(batch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

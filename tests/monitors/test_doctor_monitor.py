@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
 from lightning_tricks._errors import UsageError
-from lightning_tricks.monitors.doctor.doctor_monitor import MOST_POINTS, History, optimizer_steps
+from lightning_tricks.monitors.doctor_monitor import MOST_POINTS, History, optimizer_steps
 
 
 def data(batches=200):

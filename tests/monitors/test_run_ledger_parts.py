@@ -1,8 +1,7 @@
-"""The parts of RunLedger: exact sums over bits, how they are split and joined, the file, and the command."""
+"""The parts of RunLedger: exact sums over bits, how they are split and joined, and where its file is written."""
 
 import itertools
 import random
-import subprocess
 
 import lightning.pytorch as pl
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from harness import processes
 from harness.models import rows
-from harness.preloaded import python
 from ledger_run import Rows, failing, fit, net
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,9 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_tricks import RunLedger
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.ledger import compare, print_check, run
+from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.monitors.run_ledger import sums as sums_module
-from lightning_tricks.monitors.run_ledger.ledger_file import LedgerFile, read_ledger
 from lightning_tricks.monitors.run_ledger.run_ledger import RankValues, step_line
 from lightning_tricks.monitors.run_ledger.sums import (
     BASE,
@@ -31,6 +28,7 @@ from lightning_tricks.monitors.run_ledger.sums import (
     WeightSum,
     leading_dims,
     odd_factors,
+    optimizer_sum,
     other_random_sum,
     salt,
     step_sum,
@@ -268,6 +266,30 @@ def test_shards_of_two_processes_add_up_to_the_sum_of_one():
     assert (one["one row"], other["one row"]) == ([number(WeightSum(row, 1, 0).of_all(CPU))] * 2, [0, 0])
 
 
+def test_every_part_of_the_optimizers_state_is_in_its_sum():
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    adam = torch.optim.AdamW(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    module(torch.ones(4, 3)).sum().backward()
+    adam.step()
+    total = lambda: number(optimizer_sum([adam], module, scaler, CPU))  # noqa: E731
+    seen, moments = [total()], adam.state[module[0].weight]
+    assert total() == seen[0]
+    for change in (
+        lambda: moments["exp_avg"].view(torch.int32)[1, 2].bitwise_xor_(1),
+        lambda: moments["step"].add_(1),
+        lambda: adam.param_groups[0].update(lr=0.2),
+        lambda: module[1].running_mean.add_(1),
+        lambda: scaler._scale.mul_(2),
+        lambda: adam.state.pop(module[0].bias),
+    ):
+        change()
+        seen.append(total())
+    assert len(set(seen)) == 7
+    assert number(optimizer_sum([adam], module, None, CPU)) != seen[-1]
+
+
 def test_a_random_state_is_told_from_those_around_it():
     seen = set()
     for step in range(5):
@@ -294,7 +316,7 @@ def test_numpys_other_generators_have_a_state_as_well():
 
 
 def test_a_line_of_ranks_that_differ_or_are_silent():
-    one, other = RankValues(MODULUS - 1, 1, 2, 7), RankValues(3, 1, 9, 7)
+    one, other = RankValues(MODULUS - 1, 1, 2, None, 7), RankValues(3, 1, 9, None, 7)
     line = step_line(4, [(0, 7), (9, 9)], float("nan"), [one, other], [0, 1])
     assert line["batch"] == "0000000000000002"
     assert (line["torch_random"], line["other_random"]) == ("00000001", ["00000002", "00000009"])
@@ -302,70 +324,6 @@ def test_a_line_of_ranks_that_differ_or_are_silent():
     assert step_line(4, None, 1.5, [one, other], [0])["batch"] == f"{MODULUS - 1:016x}"  # rank 1 sees the same data
     silent = step_line(4, None, None, [one, None], [0, 1])
     assert (silent["samples"], silent["batch"], silent["weights"]) == (None, None, ["0000000000000007", None])
-
-
-def lines_of(path, steps=3, start=1, weights="0", **others):
-    """A ledger of one process that begins with `weights`; `steps` is a number of steps, or which ones."""
-    file = LedgerFile(path)
-    file.append([{"start": start, "processes": 1, "weights": weights}])
-    values = {"samples": None, "batch": "1", "torch_random": "2", "other_random": "2", "loss": 0.5, "weights": "3"}
-    steps = range(start, start + steps) if isinstance(steps, int) else steps
-    file.append({"step": step, **values, **others} for step in steps)
-    return path
-
-
-def test_a_changed_or_lost_line_breaks_the_chain(tmp_path):
-    path = lines_of(tmp_path / "ledger.jsonl", 5)
-    lines = path.read_text().splitlines(keepends=True)
-    assert read_ledger(path).broken == []
-    for changed, broken in (
-        ([*lines[:3], lines[3].replace("0.5", "0.25"), *lines[4:]], [4]),
-        ([*lines[:2], *lines[3:]], [3]),
-        ([lines[0], lines[2], lines[1], *lines[3:]], [2, 3, 4]),
-        ([*lines[:2], "rubbish\n", *lines[3:]], [3, 4]),
-        ([*lines[:2], lines[2].replace('"batch', "batch"), *lines[3:]], [3, 4]),
-    ):
-        path.write_text("".join(changed))
-        assert read_ledger(path).broken == broken
-
-
-@pytest.mark.parametrize("rest", [b'{"step": 4, "samp', b'{"step": 4}\n', b"\0\0\0\0", b"\xff\xfe\n"])
-def test_an_unfinished_end_is_cut_off_by_the_next_start(tmp_path, rest):
-    path = lines_of(tmp_path / "ledger.jsonl")
-    with path.open("ab") as file:
-        file.write(rest)
-    assert list(read_ledger(path).steps) == [1, 2, 3]
-    lines_of(path, 4, start=2)
-    ledger = read_ledger(path)
-    assert (list(ledger.steps), ledger.broken, ledger.unfinished) == ([1, 2, 3, 4, 5], [], False)
-    assert [again["step"] for _, again in ledger.repeated] == [2, 3]
-    path.write_bytes(b'{"star')  # killed in the very first write
-    lines_of(path)
-    assert read_ledger(path).broken == []
-
-
-def test_a_check_says_what_a_kill_and_a_power_failure_have_left(tmp_path, capsys):
-    ledger = read_ledger(lines_of(tmp_path / "a.jsonl", [1, 2, 5, 6]))
-    missing = "steps 3 to 4 are missing: a power failure can take lines that a kill leaves"
-    assert print_check(ledger, 0.01) == [missing]
-    head = f"{tmp_path}/a.jsonl: steps 1 to 6, 1 process, started at step 1\n"
-    assert capsys.readouterr().out == f"{head}{missing}\n"
-    with (tmp_path / "a.jsonl").open("ab") as file:
-        file.write(b'{"step": 7, "samp')
-    print_check(read_ledger(tmp_path / "a.jsonl"), 0.01)
-    unfinished = "the last line is unfinished: the run was killed while it was written, or is writing it now"
-    assert capsys.readouterr().out == f"{head}{unfinished}\n{missing}\n"
-
-
-def test_other_first_weights_and_other_samples_are_the_first_difference(tmp_path):
-    one = read_ledger(lines_of(tmp_path / "a.jsonl", samples=[[0, 7]]))
-    other = read_ledger(lines_of(tmp_path / "b.jsonl", samples=[[0, 7]], weights="9"))
-    found = compare(one, other, 0.01)
-    assert found.differs
-    assert list(found.lines())[-1] == "ledger diff: the first difference is in the weights with which step 1 begins"
-    said = list(compare(one, read_ledger(lines_of(tmp_path / "c.jsonl", samples=[[8, 15]])), 0.01).lines())
-    assert "samples: differs first at step 1 ([[0, 7]] and [[8, 15]])" in said
-    assert said[-2] == "ledger diff: the first difference is at step 1, in samples"
 
 
 def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
@@ -377,22 +335,6 @@ def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
         fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt" / "ledger.jsonl")))
     with pytest.raises(UsageError, match="cover_weights_in_steps=0: give 1 or more"):
         RunLedger(cover_weights_in_steps=0)
-
-
-def test_a_file_without_a_start_or_a_step_holds_no_ledger(tmp_path):
-    start, *steps = lines_of(tmp_path / "ledger.jsonl").read_text().splitlines(keepends=True)
-    for lines in ([start], steps, []):
-        (tmp_path / "ledger.jsonl").write_text("".join(lines))
-        with pytest.raises(
-            UsageError, match=r"ledger\.jsonl: holds no step of a ledger: name the file that RunLedger "
-        ):
-            read_ledger(tmp_path)
-
-
-@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf"])
-def test_a_tolerance_that_is_none_is_refused(tolerance):
-    with pytest.raises(UsageError, match=rf"ledger: tolerance={float(tolerance)}: give a relative difference"):
-        run(["diff", "a", "b", f"--tolerance={tolerance}"])
 
 
 class Quantized(torch.Tensor):
@@ -467,33 +409,3 @@ def test_the_last_steps_before_a_failure_are_written(tmp_path):
     assert list(read_ledger(tmp_path).steps) == [0, 1, 2]
     fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)  # with the first fit's windows forgotten
     assert not [line for line in read_ledger(tmp_path).repeated if line[0]["samples"] != line[1]["samples"]]
-
-
-def test_the_command_in_a_process_of_its_own(tmp_path):
-    run = lambda *args: subprocess.run(  # noqa: E731
-        [python(), "-m", "lightning_tricks", "ledger", *args], cwd=tmp_path, capture_output=True, text=True
-    )
-    lines_of(tmp_path / "a.jsonl")
-    lines_of(tmp_path / "b.jsonl")
-    lines_of(tmp_path / "c.jsonl", start=9)
-    text = (tmp_path / "a.jsonl").read_text()
-    (tmp_path / "d.jsonl").write_text(text.replace("0.5", "0.25"))
-    same = run("diff", "a.jsonl", "b.jsonl")
-    assert (same.returncode, same.stderr) == (0, "")
-    assert same.stdout.splitlines()[-1] == "ledger diff: no difference in what was compared"
-    other = run("diff", "a.jsonl", "d.jsonl")
-    assert other.returncode == 1
-    assert "B: line 2 does not follow" in other.stdout
-    assert "ledger diff: the first difference is at step 1, in loss" in other.stdout
-    assert "loss: differs first at step 1 (0.5 and 0.25)" in other.stdout
-    assert run("check", "a.jsonl").returncode == 0
-    assert run("check", "d.jsonl").returncode == 1
-    for args, said in (
-        (["diff", "a.jsonl"], "the following arguments are required: B; ledger --help"),
-        (["diff", "a.jsonl", "c.jsonl"], "a.jsonl has steps 1 to 3 and c.jsonl steps 9 to 11: they have no step in"),
-        (["check", "nowhere"], "nowhere: no ledger can be read (No such file or directory)"),
-        (["merge"], "invalid choice: 'merge'"),
-    ):
-        wrong = run(*args)
-        assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
-        assert said in wrong.stderr

@@ -52,11 +52,11 @@ from lightning_tricks import (
 from lightning_tricks._random_state import gather
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.commands.ledger import compare
 from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.logs.ledger_diff import compare
+from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOSS
-from lightning_tricks.monitors.run_ledger.ledger_file import read_ledger
 
 ROWS, LENGTH, STEPS = 4, 8, 10
 NOT_FINITE, TOO_HIGH = 2, (5, 6)  # steps

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._quote import markdown_block, markdown_code, markdown_text
-from lightning_tricks.commands.runs.read_run import read_scalars
 from lightning_tricks.data.positions import BatchHistory
+from lightning_tricks.logs.scalars import read_scalars
 
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
 _LOAD_GGUF = """```sh
@@ -66,7 +66,7 @@ def figures_of_run(checkpoint: Path, step: int) -> Figures | None:
     None where there is no such log, or no validation before `step`.
     """
     run = checkpoint.absolute().parent.parent
-    points = read_scalars(run, (*_FIGURES, *_SHARES), ()).series
+    points = {tag: of_tag.by_step() for tag, of_tag in read_scalars(run, {*_FIGURES, *_SHARES}).metrics.items()}
     # a logger counts steps from 0: what is logged after the step number n + 1 stands under n
     last = max((done for of_tag in points.values() for done in of_tag if done + 1 <= step), default=None)
     if last is None:

@@ -75,18 +75,6 @@ def place_of(plan: "Plan", step: int, axis: Axis) -> float:
     return last if step > plan.steps[-1] else places[-1]
 
 
-def human(number: float) -> str:
-    """A count in three digits, such as `15.6T`."""
-    size, letter = unit(number)
-    return f"{number / size:.3g}{letter}"
-
-
-def unit(number: float) -> tuple[float, str]:
-    """The size of the thousands that a count is shown in, and its letter."""
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-    return next((one for one in units if abs(number) >= one[0] * 0.9995), (1.0, ""))
-
-
 def _joined(
     groups: Iterable[tuple[str, tuple[float, ...], float]],
 ) -> list[tuple[list[str], tuple[float, ...], float]]:

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, human, lr_lines, place_of, unit
+from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
+from lightning_tricks.logs.table import human, unit
 
 if TYPE_CHECKING:  # it imports torch
     from lightning_tricks.commands.schedule.plan import Phase, Plan

@@ -16,15 +16,16 @@ from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._random_state import gather
 from lightning_tricks._samples import step_samples
 from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
-from lightning_tricks._trainer.run_facts import RunFacts, run_facts
+from lightning_tricks._trainer.run_facts import RunFacts, enabled_scaler, run_facts
+from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
-from lightning_tricks.monitors.run_ledger.ledger_file import NAME, LedgerFile
 from lightning_tricks.monitors.run_ledger.sums import (
     MODULUS,
     BatchSum,
     WeightSum,
+    optimizer_sum,
     other_random_sum,
     read,
     step_sum,
@@ -40,6 +41,7 @@ class RankValues(NamedTuple):
     batch: int | None
     torch_random: int
     other_random: int
+    optimizer: int | None
     weights: int | None
 
 
@@ -69,6 +71,7 @@ def step_line(
         "torch_random": _once([_hex(rank and rank.torch_random, 8) for rank in ranks]),
         "other_random": _once([_hex(rank and rank.other_random, 8) for rank in ranks]),
         "loss": _number(loss),
+        "optimizer": _once([_hex(rank and rank.optimizer, 16) for rank in ranks]),
         "weights": _once([_hex(rank and rank.weights, 16) for rank in ranks]),
     }
 
@@ -94,6 +97,7 @@ class _Step:
     samples: list[tuple[int, int]] | None
     rows: int = 0  # number of rows in a micro-batch
     batch: list[list[Tensor]] = field(default_factory=list)  # of the tensors in each micro-batch
+    optimizer: Tensor | None = None
     weights: Tensor | None = None
     random: tuple[int, int] = (0, 0)  # sums over torch's state and over the others, once the step is done
 
@@ -112,6 +116,8 @@ class RunLedger(pl.Callback):
     - `torch_random`, `other_random`: checksums of each rank's random state after the step: torch's on CPU and CUDA;
       NumPy's and Python's;
     - `loss`: the loss of the step over all micro-batches and ranks, see `StepLoss`, with all its digits;
+    - `optimizer`, with `cover_weights_in_steps=1` alone: a sum over the bits of each rank's optimizer state and
+      settings after the step, the module's buffers and the scale of fp16;
     - `weights`: a sum over the bits of a part of each rank's weights after the step; each step sums the next part.
 
     Sums are of integers modulo 2**64, so that no flipped bit is lost in rounding. A value that is the same on all ranks
@@ -128,7 +134,8 @@ class RunLedger(pl.Callback):
     Args:
         path: of the file. None: `ledger.jsonl` in the run's folder, beside `checkpoints`.
         cover_weights_in_steps: optimizer steps after which every weight has been summed once; a step sums a part of at
-            least 8,192 elements. 1 sums all weights at every step, to find the step at which one bit has changed.
+            least 8,192 elements. 1 sums all weights and the optimizer's state at every step, to find the step at which
+            one bit has changed.
             Default: 500, at which the sum costs a few calls and little memory traffic; a fault spreads to all weights
             with the next gradients.
 
@@ -200,6 +207,9 @@ class RunLedger(pl.Callback):
             return
         step.random = torch_random_sum(device), other_random_sum()
         self._buffer.record(_DONE, 1.0)  # so that the step has a row
+        if self.cover_weights_in_steps == 1:
+            scaler = enabled_scaler(trainer.precision_plugin)
+            step.optimizer = optimizer_sum(trainer.optimizers, pl_module, scaler, device)
         if self._weights is not None:
             step.weights = self._weights.of_part(number % self._weights.parts, device)
 
@@ -284,14 +294,16 @@ class RunLedger(pl.Callback):
     @staticmethod
     def _own_values(steps: list[_Step], facts: RunFacts) -> list[RankValues]:
         """The values of this rank; reads the device once."""
-        waiting = [own for step in steps for own in (*chain(*step.batch), step.weights) if own is not None]
+        waiting = [
+            own for step in steps for own in (*chain(*step.batch), step.optimizer, step.weights) if own is not None
+        ]
         numbers = iter(read(waiting))
         found = []
         for step in steps:
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
             batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks) if any(step.batch) else None
-            weights = None if step.weights is None else next(numbers)
-            found.append(RankValues(batch, *step.random, weights))
+            states = (None if own is None else next(numbers) for own in (step.optimizer, step.weights))
+            found.append(RankValues(batch, *step.random, *states))
         return found
 
 

@@ -5,8 +5,8 @@ of bit b changes the sum by 2**b times an odd number, which is never 0 modulo 2*
 different factors cancel each other only by chance, because the factors are random. Integer sums do not depend on their
 order, so the sums of several processes add up to the sum of a single one.
 
-From top to bottom: the factors and the sum of a tensor; the batch of a step; the weights, part by part; the random
-state, by a checksum of its memory.
+From top to bottom: the factors and the sum of a tensor; the batch of a step; the weights, part by part; the optimizers'
+state; the random state, by a checksum of its memory.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -325,6 +325,39 @@ def _row_index(param: Tensor, offsets: list[int], first: int, end: int) -> Tenso
         here_index = torch.arange(low + offsets[dim], high + offsets[dim], device=here.device)
         index = (index[:, None] * param.shape[dim] + here_index).flatten()
     return index
+
+
+def optimizer_sum(optimizers: Sequence[Any], module: nn.Module, scaler: Any, device: torch.device) -> Tensor:
+    """A sum over this rank's optimizer state and settings, the module's buffers and the scaler: an int64 on `device`.
+
+    Numbers and texts count with their names; objects of other classes do not.
+    """
+    sums, words = [torch.zeros((), dtype=torch.int64, device=device)], 0
+
+    def add(name: str, value: Any) -> None:
+        nonlocal words
+        if isinstance(value, Tensor) and type(value := local(value).detach()) is not Tensor:  # such as one of 8 bits
+            inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else ()
+            add(name, {each: getattr(value, each) for each in inner})
+        elif isinstance(value, Tensor):
+            if value.numel():
+                sums.append((tensor_sum(value) * signed(salt(name) | 1)).to(device, non_blocking=True))
+        elif isinstance(value, Mapping):
+            for key, part in value.items():
+                add(f"{name}.{key}", part)
+        elif isinstance(value, list | tuple):
+            add(name, dict(enumerate(value)))
+        elif isinstance(value, bool | int | float | complex | str | None):
+            words += salt(f"{name}={value!r}")
+
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            add(f"{number}.{index}", {name: value for name, value in group.items() if name != "params"})
+            states = [optimizer.state.get(param, {}) for param in group["params"]]
+            add(f"{number}.{index}.state", states)
+    add("buffers", {clean_name(name): buffer for name, buffer in module.named_buffers()})
+    add("scaler", {name: value for name, value in vars(scaler).items() if isinstance(value, Tensor)} if scaler else {})
+    return torch.stack(sums).sum() + signed(words)
 
 
 def torch_random_sum(device: torch.device) -> int:

@@ -1,0 +1,297 @@
+"""A comparison as text for a terminal, as a page and as a record for JSON; the line of each verdict. No torch."""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_tricks._quote import html_text, printable
+from lightning_tricks.logs import page as html
+from lightning_tricks.logs.compare.compared_run import Group, axis_text
+from lightning_tricks.logs.compare.comparison import LEVEL, Comparison, Row
+from lightning_tricks.logs.compare.intervals import Interval
+from lightning_tricks.logs.table import Table, html_table, human, lines_of, shortened
+
+_MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
+_WIDTH = 118  # of a line of text there
+_BEGIN = 0.1  # of an axis: what is higher there may be above the frame
+
+
+def groups_table(found: Comparison) -> Table:
+    """A row for each group: its letter, seeds, and its runs with their steps."""
+    rows = [["", "seeds", "steps", "runs"]]
+    for group in found.groups:
+        steps = sorted({run.run.steps or 0 for run in group.runs})
+        shown = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        rows.append([group.letter, str(group.n_seeds), shown, ", ".join(run.name for run in group.runs)])
+    return rows
+
+
+def settings_table(found: Comparison) -> Table:
+    """A row for each setting that differs: its short name, and each group's values."""
+    rows = [["settings that differ", *(group.letter for group in found.groups)]]
+    return rows + [[name, *values] for name, values in found.settings().items()]
+
+
+def values_table(found: Comparison) -> Table:
+    """A row for each place at which the groups are compared, and one of the spread of seeds there."""
+    first, others = found.groups[0], found.groups[1:]
+    heads = [found.metric + ("" if found.is_validation else ", means")]
+    heads += [group.letter for group in found.groups] + [f"{group.letter} - {first.letter}" for group in others]
+    rows = [heads]
+    shown = [row for row in found.rows.values() if row.name == "steps" or not _as_steps(found, row)]
+    for row in sorted(shown, key=lambda row: row.name != found.at):
+        place = place_text(row)
+        if row.name == "steps":
+            place += "".join(f", {_amount(other)}" for other in found.rows.values() if _as_steps(found, other))
+        differences = [difference_text(row, number) for number in range(1, len(found.groups))]
+        rows.append([place, *map(_figure, row.means), *differences])
+        if row.name == found.at and any(spread is not None for spread in row.spreads):
+            spreads = ["" if spread is None else _figure(spread) for spread in row.spreads]
+            rows.append(["  spread of seeds there", *spreads, *("" for _ in others)])
+    return rows
+
+
+def _as_steps(found: Comparison, row: Row) -> bool:
+    """Whether a row says what that of steps says."""
+    is_cost = row.name in ("tokens", "flops") and row.name != found.at
+    return is_cost and "steps" in found.rows and found.amount_of_step(row.name) is not None
+
+
+def place_text(row: Row) -> str:
+    """A row's name: `at 819k tokens`."""
+    return row.name if row.place is None else f"at {_amount(row)}"
+
+
+def _amount(row: Row) -> str:
+    assert row.place is not None
+    word = axis_text(row.name)
+    if row.name in ("steps", "hours"):
+        return f"{row.place:,.0f} {word}" if row.name == "steps" else f"{row.place:.3g} {word}"
+    return f"{human(row.place)} {word}"
+
+
+def difference_text(row: Row, number: int) -> str:
+    """A difference with its interval, where there is one."""
+    interval, difference = row.intervals[number], row.difference(number)
+    if interval is not None:
+        return interval_text(interval)
+    return "" if difference is None or not math.isfinite(difference) else f"{difference:+.4f}"
+
+
+def interval_text(interval: Interval) -> str:
+    """`-0.0309 ± 0.0058`."""
+    return f"{interval.difference:+.4f} ± {interval.half_width:.4f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def verdicts(found: Comparison) -> list[str]:
+    """One sentence for each group beside the first; one in all where there is one group."""
+    if len(found.groups) == 1:
+        return [_of_one_group(found)]
+    return [_verdict(found, number) for number in range(1, len(found.groups))]
+
+
+def _verdict(found: Comparison, number: int) -> str:
+    first, group, row = found.groups[0], found.groups[number], found.row
+    kind, interval, where = found.verdict(number), row.intervals[number], _where(row)
+    a, b = first.letter, group.letter
+    if any(found.has_failed(run) for one in (first, group) for run in one.runs):
+        failed = [one for one in (first, group) if any(map(found.has_failed, one.runs))]
+        counts = " and ".join(
+            f"{sum(map(found.has_failed, g.runs))} of {len(g.runs)} runs of {g.letter}" for g in failed
+        )
+        rest = f"{b} is {kind} than {a}" if kind != "not known" else f"{a} and {b} do not compare"
+        return f"{rest}: {counts} ended without a finite loss"
+    if interval is None:
+        return _of_single_runs(found, number, where)
+    low, high = interval.difference - interval.half_width, interval.difference + interval.half_width
+    span = f"{_percent(found.level)} interval {low:+.4f} to {high:+.4f}, {interval.method}"
+    if kind == "no difference":
+        return (
+            f"{a} and {b}: no difference that these seeds can show: {b} - {a} = {interval.difference:+.4f} {where} "
+            f"({span}); only one above {interval.half_width:.4f} would show"
+        )
+    values = f"{found.metric} {_figure(row.means[number])} against {_figure(row.means[0])}"
+    lower = "lower" if kind == "better" else "higher"
+    return f"{b} is {kind} than {a}: {values} {where}, {lower} by {abs(interval.difference):.4f} ({span})"
+
+
+def _where(row: Row) -> str:
+    return place_text(row) if row.place is not None else f"at the {row.name} point"
+
+
+def _of_single_runs(found: Comparison, number: int, where: str) -> str:
+    """What may be said of one run each: which was lower, on which rows, and that other seeds may tell otherwise."""
+    row, a, b = found.row, found.groups[0].letter, found.groups[number].letter
+    difference = row.difference(number)
+    assert difference is not None
+    lower, count = found.lower_at(number)
+    which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
+    if not difference:
+        which = f"{a} and {b} were equal {where}"
+    words = f", and {b} lower at {lower} of {count} points" if count else ""
+    return f"{which}{words}: one seed each cannot show that the settings made it"
+
+
+def _of_one_group(found: Comparison) -> str:
+    group, row = found.groups[0], found.row
+    names = f"{len(group.runs)} runs"
+    spread = row.spreads[0]
+    if spread is None:
+        low, high = _ends(found, group)
+        apart = "all values are equal" if low == high else f"they end {high - low:.4f} apart, which is no seed's doing"
+        return f"no difference of settings: the {names} have one seed as well: {apart}"
+    if not math.isfinite(spread):
+        return f"no difference of settings: the {names} differ only in their seed, and some ended without a finite loss"
+    low, high = _ends(found, group)
+    return (
+        f"no difference that these seeds can show: the {names} differ only in their seed. They lie "
+        f"{high - low:.4f} apart {_where(row)}, a standard deviation of {spread:.4f} (for --seed_noise)"
+    )
+
+
+def _ends(found: Comparison, group: Group) -> tuple[float, float]:
+    row = found.row
+    values = [found.value(run, row) for run in group.runs]
+    return min(values), max(values)
+
+
+def text(found: Comparison, left_out: Sequence[str]) -> str:
+    """All of it for a terminal."""
+    parts = [lines_of(groups_table(found), left={0, 3})]
+    settings = settings_table(found)
+    if len(settings) > 1:
+        shown = [[shortened(cell, _LONGEST) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
+        more = len(settings) - 1 - _MOST_SETTINGS
+        parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
+    parts.append(lines_of(values_table(found)))
+    parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
+    parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def page(found: Comparison, left_out: Sequence[str]) -> str:
+    """The page."""
+    alone = len(found.groups) == 1
+    names = [f"{group.letter}: {', '.join(run.name for run in group.runs)}" for group in found.groups]
+    names = [run.name for run in found.groups[0].runs] if alone else names
+    legend = (f'<span><i class="{html.color_class(n)}"></i>{html_text(name)}</span>' for n, name in enumerate(names))
+    told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
+    settings = settings_table(found)
+    classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
+    parts = [
+        *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
+        html_table(groups_table(found), classes),
+        html_table(values_table(found)),
+        html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
+        f"<ul>{told}</ul>" if told else "",
+        f'<p class="legend">{"".join(legend)}</p><div class="plots">',
+        *(_figure_over(found, axis) for axis in found.known),
+        "</div>",
+    ]
+    return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
+
+
+def run_curves(found: Comparison, axis: str) -> list[html.Curve]:
+    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
+    alone = len(found.groups) == 1
+    curves = []
+    for number, group in enumerate(found.groups):
+        for place, run in enumerate(group.runs):
+            outcome, label = html.thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
+            x = found.places(run, axis, outcome)
+            curves.append(html.Curve(place if alone else number, label, x, outcome.values))
+    return curves
+
+
+def ends_shown(curves: list[html.Curve]) -> tuple[float, float]:
+    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
+    end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
+    later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
+    return html.limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
+
+
+def _figure_over(found: Comparison, axis: str) -> str:
+    caption, curves = f"{found.metric} over {axis_text(axis)}", run_curves(found, axis)
+    if axis not in ("steps", "hours") and (each := found.amount_of_step(axis)) is not None:
+        caption += f", {human(each)} a step in all runs"
+    return html.figure(html.plot(curves, ends_shown(curves), axis == "hours"), caption)
+
+
+def _filled(line: str) -> str:
+    return textwrap.fill(
+        printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
+    """What a reader of the figures must know; what was left out or not read first."""
+    yield from left_out
+    yield from found.notes
+    if any(found.row.intervals[number] is None for number in range(1, len(found.groups))):
+        yield "for a verdict, run another seed of one group or more, or give --seed_noise if their spread is known"
+    if any(interval is not None for row in found.rows.values() for interval in row.intervals):
+        several = len(found.groups) > 2
+        words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
+        yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
+
+
+def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
+    """All of it for JSON; what is not known, or no finite number, is None."""
+    return {
+        "metric": found.metrics,
+        "is_validation": found.is_validation,
+        "at": found.at,
+        "level": found.level,
+        "groups": [
+            {"letter": group.letter, "n_seeds": group.n_seeds, "runs": [run.name for run in group.runs]}
+            for group in found.groups
+        ],
+        "settings_that_differ": {
+            name: dict(zip([group.letter for group in found.groups], values, strict=True))
+            for name, values in found.settings().items()
+        },
+        "rows": [_row_record(found, row) for row in found.rows.values()],
+        "verdicts": [
+            {"group": group.letter, "against": found.groups[0].letter, "verdict": found.verdict(number), "line": line}
+            for number, (group, line) in enumerate(zip(found.groups[1:], verdicts(found), strict=False), 1)
+        ]
+        if len(found.groups) > 1
+        else [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
+        "notes": list(notes(found, left_out)),
+    }
+
+
+def _row_record(found: Comparison, row: Row) -> dict[str, Any]:
+    groups = {
+        group.letter: {
+            "mean": _plain(row.means[number]),
+            "spread_of_seeds": _plain(row.spreads[number]),
+            "runs": {run.name: _plain(found.value(run, row)) for run in group.runs},
+            "difference": _plain(row.difference(number)) if number else None,
+            "interval": _interval_record(row.intervals[number]),
+        }
+        for number, group in enumerate(found.groups)
+    }
+    return {"name": row.name, "place": row.place, "groups": groups}
+
+
+def _interval_record(interval: Interval | None) -> dict[str, Any] | None:
+    if interval is None:
+        return None
+    ends = [interval.difference - interval.half_width, interval.difference + interval.half_width]
+    return {"difference": interval.difference, "low": ends[0], "high": ends[1], "method": interval.method}
+
+
+def _plain(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

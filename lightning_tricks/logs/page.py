@@ -1,0 +1,178 @@
+"""One HTML page without any other file, for light and dark screens, with curves as inline SVG."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_tricks._quote import html_text
+from lightning_tricks.logs.run_log import Floats, Series
+from lightning_tricks.logs.table import human
+
+LIGHT = {
+    "ink": "#1f2328",
+    "faint": "#d1d9e0",
+    "paper": "#ffffff",
+    "lines": ["#0969da", "#bc4c00", "#1a7f37", "#bf3989", "#8250df", "#9a6700"],
+}
+DARK = {
+    "ink": "#e6edf3",
+    "faint": "#3d444d",
+    "paper": "#0d1117",
+    "lines": ["#58a6ff", "#f0883e", "#3fb950", "#f778ba", "#bc8cff", "#d29922"],
+}
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 56, 18, 34  # of a plot, and of its numbers around it
+_TICKS = 5
+_MOST_POINTS = 800  # of a curve
+_MARGIN = 0.06  # of the height of a plot, above and below
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One curve.
+
+    Args:
+        group: number of its color, from 0.
+        label: its name.
+        x: (n,) amounts.
+        y: (n,) finite values.
+    """
+
+    group: int
+    label: str
+    x: Floats
+    y: Floats
+
+
+def thinned(series: Series) -> Series:
+    """The smallest and the largest value of each of equal parts, at most 800 points."""
+    if len(series) <= _MOST_POINTS:
+        return series
+    size = math.ceil(2 * len(series) / _MOST_POINTS)
+    starts = range(0, len(series), size)
+    parts = [series.values[start : start + size] for start in starts]
+    extremes = (np.argmin, np.argmax)
+    kept = sorted({start + int(f(part)) for start, part in zip(starts, parts, strict=True) for f in extremes})
+    return Series(series.steps[kept], series.values[kept])
+
+
+def limits(values: Floats) -> tuple[float, float]:
+    """The ends of an axis for these values, with a margin."""
+    if not len(values):
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    margin = _MARGIN * (high - low) or max(abs(low) * _MARGIN, 1e-6)
+    return low - margin, high + margin
+
+
+def plot(curves: Iterable[Curve], ends: tuple[float, float], small: bool = False, marks: Sequence[float] = ()) -> str:
+    """Curves as an inline SVG with numbers at both axes.
+
+    Args:
+        curves: those without a point are left out.
+        ends: lowest and highest value to show.
+        small: whether amounts are small, such as hours, and not counts.
+        marks: amounts at which a vertical line stands.
+    """
+    curves = [curve for curve in curves if len(curve.x)]
+    if not curves:
+        return "<svg></svg>"
+    low, high = ends
+    end = max(float(curve.x[-1]) for curve in curves) or 1.0
+    wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
+
+    def x_of(value: float) -> float:
+        return _LEFT + value / end * (wide - _RIGHT)
+
+    def y_of(value: float) -> float:
+        return tall - (min(value, high + (high - low)) - low) / (high - low) * tall
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
+    for tick in ticks(low, high):
+        y = y_of(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.5g}</text>')
+    for tick in ticks(0.0, end):
+        shown = f"{tick:.3g}" if small or not tick else human(tick)
+        parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{shown}</text>')
+    # what is above the frame is cut off by this inner one
+    parts.append(f'<svg x="{_LEFT}" width="{wide}" height="{tall}" viewBox="{_LEFT} 0 {wide} {tall}">')
+    for mark in (x_of(mark) for mark in marks if mark <= end):
+        parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
+    for curve in curves:
+        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
+        name = html_text(f"{curve.label}: {curve.y[-1]:.4g} at the end")
+        parts.append(f'<polyline class="{color_class(curve.group)}" points="{points}"><title>{name}</title></polyline>')
+    return "".join([*parts, "</svg></svg>"])
+
+
+def figure(drawn: str, caption: str) -> str:
+    """A plot with its caption."""
+    return f"<figure><figcaption>{html_text(caption)}</figcaption>{drawn}</figure>"
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two, about five.
+
+    Example:
+        >>> ticks(0.0, 400.0)
+        [0.0, 100.0, 200.0, 300.0, 400.0]
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough * (1 - 1e-9))
+    numbers = np.arange(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [float(number * step) for number in numbers]
+
+
+def color_class(group: int) -> str:
+    """The class of a group's color; after all colors they come again, dashed."""
+    count = len(LIGHT["lines"])
+    return f"g{group % count}" + (" dashed" if group // count % 2 else "")
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """The page, of parts that are HTML."""
+    strokes = "\n".join(
+        f".g{number} {{ stroke: var(--c{number}); }} i.g{number} {{ background: var(--c{number}); }}"
+        for number in range(len(LIGHT["lines"]))
+    )
+    return _PAGE.format(
+        title=html_text(title), light=_colors(LIGHT), dark=_colors(DARK), strokes=strokes, parts="\n".join(parts)
+    )
+
+
+def _colors(look: dict) -> str:
+    lines = " ".join(f"--c{number}: {color};" for number, color in enumerate(look["lines"]))
+    return f"--ink: {look['ink']}; --faint: {look['faint']}; --paper: {look['paper']}; {lines}"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark; {light} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+  background: var(--paper); color: var(--ink); }}
+h1 {{ font-size: 1.3rem; }} .verdict {{ font-weight: 600; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; }}
+th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
+  font-variant-numeric: tabular-nums; white-space: nowrap; }}
+th:first-child {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
+dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem; }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
+figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; }}
+line {{ stroke: var(--faint); }} line.mark {{ stroke: #c62828; stroke-dasharray: 3 3; }}
+polyline {{ fill: none; stroke-width: 1.5; }} .dashed {{ stroke-dasharray: 5 3; }}
+{strokes}
+text {{ font-size: 11px; fill: currentColor; }}
+.legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
+i {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
+  border-radius: 2px; vertical-align: -1px; }}
+</style></head><body><h1>{title}</h1>
+{parts}
+</body></html>
+"""

@@ -1,0 +1,310 @@
+"""One run from its folder: how far it came, its validations, its speed, its settings. Imports neither torch nor numpy.
+
+It reads whatever is there: our loggers' files or Lightning's, of this collection's runs or of another project's.
+"""
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_tricks._errors import UsageError
+from lightning_tricks._foreign_files import parse_json, read_settings, read_text, why
+from lightning_tricks.logs.roles import ROLES
+from lightning_tricks.logs.scalars import Scalars, event_files, read_scalars
+
+BITS = "val/bits_per_byte"
+_VAL_LOSSES, _TRAIN_LOSSES = ROLES["val_loss"], ROLES["loss"]
+_GOODPUT, _SECONDS, _MFU, _BATCH = "goodput/steps", "goodput/wall_seconds", "throughput/mfu", "train/batch_tokens"
+_WANTED = frozenset({BITS, _GOODPUT, _SECONDS, _MFU, _BATCH, *_VAL_LOSSES, *_TRAIN_LOSSES})
+ACTIVE_SECONDS = 600.0  # since the last write to a log, after which a run that has not ended counts as stopped
+_SETTINGS = ("config.yaml", "hparams.yaml")
+# Settings that name the run or its place, and not how it trains.
+_PLACES = ("trainer.logger", "trainer.default_root_dir", "ckpt_path", "resume", "config", "weights_only")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run; None stands for what its folder does not tell.
+
+    Args:
+        name: path of its folder below the one that was looked through.
+        state: `finished`; `failed`, where the last training loss is no number; `active`, where its log was written to
+            within the last ten minutes; `stopped`; `empty`, without any step; `unreadable`, a folder that cannot be
+            entered.
+        steps: optimizer steps done.
+        val_loss: of the last validation.
+        best_val_loss: the smallest one.
+        best_step: optimizer steps done at that validation.
+        bits_per_byte: of the last validation.
+        best_bits_per_byte: the smallest one.
+        tokens: of all steps and processes.
+        hours: from the first start to the last write, as GoodputMonitor measures it, else by the times in the logs.
+        goodput: share of that time that made progress, the last one of GoodputMonitor.
+        mfu: the last one of MFUMonitor.
+        settings: of config.yaml, else of hparams.yaml, by their dotted names.
+        unread: a line for each file, or part of one, that could not be read.
+        folder: of it.
+        scalars: its log, of the metrics above or of all.
+    """
+
+    name: str
+    state: str
+    steps: int | None = None
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    bits_per_byte: float | None = None
+    best_bits_per_byte: float | None = None
+    tokens: int | None = None
+    hours: float | None = None
+    goodput: float | None = None
+    mfu: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    unread: Sequence[str] = ()
+    folder: Path = Path()
+    scalars: Scalars = field(default_factory=Scalars, repr=False)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it has a log, checkpoints or settings, or is one of Lightning's versions."""
+    if any((folder / name).is_file() for name in ("metrics.csv", "hparams.yaml")) or (folder / "checkpoints").is_dir():
+        return True
+    return bool(re.fullmatch(r"version_\d+", folder.name) or event_files(folder))
+
+
+def read_run(
+    folder: Path, name: str = "", val_loss: str | None = None, now: float | None = None, all_metrics: bool = False
+) -> Run:
+    """The run in a folder.
+
+    Args:
+        folder: of the run.
+        name: for the result.
+        val_loss: name of the validation loss; None: the first of the usual ones that was logged.
+        now: seconds since 1970; None for the present.
+        all_metrics: whether `scalars` is to have all metrics.
+    """
+    losses = _VAL_LOSSES if val_loss is None else (val_loss,)
+    scalars = read_scalars(folder, None if all_metrics else _WANTED.union(losses))
+    document, unread = settings_of(folder)
+    saved = _saved_steps(folder)
+    steps = max((each for each in (scalars.steps, saved) if each is not None), default=None)
+    loss = next((found for name in losses if (found := scalars.series(name))), {})
+    bits = scalars.series(BITS)
+    best, best_bits = _best(loss), _best(bits)
+    seconds = _seconds(folder, scalars)
+    return Run(
+        name=name or folder.name,
+        state=_state(folder, scalars, steps, document, time.time() if now is None else now),
+        steps=steps,
+        val_loss=scalars.metrics[next(each for each in losses if each in scalars.metrics)].values[-1] if loss else None,
+        best_val_loss=None if best is None else loss[best],
+        best_step=None if best is None else best + 1,
+        bits_per_byte=scalars.last(BITS),
+        best_bits_per_byte=None if best_bits is None else bits[best_bits],
+        tokens=_tokens(document, scalars, steps),
+        hours=seconds / 3600 if seconds is not None else None,
+        goodput=scalars.last(_GOODPUT),
+        mfu=scalars.last(_MFU),
+        settings={key: value for key, value in flat(document).items() if not key.startswith(_PLACES)},
+        unread=(*scalars.unread, *unread),
+        folder=folder,
+        scalars=scalars,
+    )
+
+
+def run_folders(folder: Path, command: str, unreadable: list[tuple[str, str]]) -> Iterator[Path]:
+    """The folders of runs in a folder and below it; a run's own subfolders are not looked through.
+
+    Args:
+        folder: of runs, or of one run.
+        command: that asks, for its error lines.
+        unreadable: gets path and reason of each folder that cannot be entered.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        what = "this is a file" if folder.exists() else "no such folder"
+        raise UsageError(f"{command}: {folder}: {what}: give the folder in which a logger writes its runs")
+
+    def note(error: OSError) -> None:
+        unreadable.append((str(error.filename), why(error)))
+
+    for place, folders, _ in os.walk(folder, onerror=note):
+        try:
+            if is_run(Path(place)):
+                folders.clear()
+                yield Path(place)
+        except OSError as error:  # one that may be listed, but not entered
+            unreadable.append((place, why(error)))
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs", all_metrics: bool = False) -> list[Run]:
+    """The runs in a folder and below it, named by their paths from there.
+
+    Args:
+        folder: of runs, or of one run.
+        val_loss: see `read_run`.
+        command: that asks, for its error lines.
+        all_metrics: see `read_run`.
+
+    Raises:
+        UsageError: there is no such folder, or no run in it.
+    """
+    unreadable: list[tuple[str, str]] = []
+
+    def name_of(path: Path) -> str:
+        return str(path.relative_to(folder)) if path != folder else folder.name
+
+    found = [
+        read_run(path, name_of(path), val_loss, all_metrics=all_metrics)
+        for path in run_folders(folder, command, unreadable)
+    ]
+    found += [
+        Run(name_of(Path(path)), "unreadable", unread=(reason,), folder=Path(path)) for path, reason in unreadable
+    ]
+    if not found:
+        raise UsageError(
+            f"{command}: {folder}: there is no run below it (no metrics.csv, event file, checkpoints or hparams.yaml): "
+            "give the folder in which a logger writes its runs"
+        )
+    return found
+
+
+def _best(points: Mapping[int, float]) -> int | None:
+    """The step of the smallest finite value, the first of several."""
+    finite = [step for step, value in points.items() if math.isfinite(value)]
+    return min(finite, key=points.__getitem__, default=None)
+
+
+def _saved_steps(folder: Path) -> int | None:
+    """Optimizer steps of the newest checkpoint, by its name: `step=200.ckpt`, or Lightning's `epoch=0-step=200`."""
+    names = (re.search(r"step=(\d{1,15})(?!\d)", path.name) for path in (folder / "checkpoints").glob("*.ckpt"))
+    return max((int(found[1]) for found in names if found), default=None)
+
+
+def _seconds(folder: Path, scalars: Scalars) -> float | None:
+    """Wall time: GoodputMonitor's; that of the records; that of its file; between the files of a start and the log."""
+    if (logged := scalars.last(_SECONDS)) is not None:
+        return logged
+    if scalars.first_time is not None and scalars.last_time is not None:
+        return max(scalars.last_time - scalars.first_time, 0.0)
+    try:
+        processes = parse_json(read_text(folder / "goodput.json"))["processes"]
+        seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
+        if math.isfinite(seconds):
+            return seconds
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
+        started = min((folder / name).stat().st_mtime for name in _SETTINGS if (folder / name).exists())
+        return max((folder / "metrics.csv").stat().st_mtime - started, 0.0)
+    except (OSError, ValueError):
+        return None
+
+
+def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now: float) -> str:
+    if not steps:
+        return "empty"
+    losses = (scalars.last(name) for name in _TRAIN_LOSSES)
+    if any(loss is not None and not math.isfinite(loss) for loss in losses):
+        return "failed"
+    planned = _at(document, "trainer", "max_steps")
+    if scalars.ended or (isinstance(planned, int) and 0 < planned <= steps):
+        return "finished"
+    logs = [folder / "metrics.csv", folder / "goodput.json", *event_files(folder)]
+    written = max((file.stat().st_mtime for file in logs if file.exists()), default=0.0)
+    return "active" if now - written < ACTIVE_SECONDS else "stopped"
+
+
+# ---- settings
+
+
+def settings_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a run, of config.yaml or else of hparams.yaml, and a line for each that cannot be read."""
+    unread: list[str] = []
+    for file in (folder / name for name in _SETTINGS):
+        try:
+            if file.exists() and (found := read_settings(file)):
+                return found, unread
+        except (OSError, ValueError) as error:
+            unread.append(f"{file.name}: {why(error)}")
+    return {}, unread
+
+
+def _at(document: Any, *names: str) -> Any:
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _tokens(document: Any, scalars: Scalars, steps: int | None) -> int | None:
+    """Tokens of all steps: rows, length, accumulation and processes by the settings; None where one is not known."""
+    trainer, data = _at(document, "trainer"), _at(document, "data", "init_args")
+    sizes = [_at(data, "micro_batch_size"), _at(data, "seq_len"), _at(trainer, "accumulate_grad_batches") or 1]
+    if steps is None or not all(map(_is_count, sizes)):
+        return None
+    if any("BatchSizeWarmup" in str(_at(callback, "class_path")) for callback in _list(_at(trainer, "callbacks"))):
+        batches = scalars.series(_BATCH)
+        if len(batches) < steps or not set(range(steps)) <= batches.keys():
+            return None
+        tokens = sum(batches[step] for step in range(steps))
+        return round(tokens) if math.isfinite(tokens) else None
+    # an elastic run keeps the rows of the full run that its recipe describes, on however many processes
+    processes = _data_ranks(trainer, None if _at(document, "elastic") else scalars.devices)
+    return None if processes is None else math.prod(sizes) * processes * steps
+
+
+def _data_ranks(trainer: Any, world: int | None) -> int | None:
+    """Number of processes with rows of their own, of `world` processes, or of those that the settings name."""
+    if world is None:
+        devices, nodes = _at(trainer, "devices"), _at(trainer, "num_nodes") or 1
+        if isinstance(devices, list):
+            devices = len(devices)
+        if _at(trainer, "accelerator") == "cpu" and devices == "auto":
+            devices = 1
+        if not _is_count(devices) or not _is_count(nodes):
+            return None
+        world = devices * nodes
+    mesh = _at(trainer, "strategy", "init_args", "mesh")
+    return world // math.prod(size for axis in ("tensor", "context") if _is_count(size := _at(mesh, axis)))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def flat(document: Any, before: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, without `class_path` and `init_args`: a class is the value of its place.
+
+    Example:
+        >>> flat({"model": {"class_path": "a.Llama", "init_args": {"d_model": 8}}, "trainer": {"callbacks": ["b.EMA"]}})
+        {'model': 'Llama', 'model.d_model': 8, 'trainer.callbacks': ['b.EMA']}
+    """
+    if isinstance(document, dict) and "class_path" in document:
+        name = str(document["class_path"]).rpartition(".")[2]
+        inner = flat(document.get("init_args") or {}, before)
+        return {before.removesuffix("."): name, **inner}
+    if isinstance(document, dict):
+        return {
+            key: value for name, inner in document.items() for key, value in flat(inner, f"{before}{name}.").items()
+        }
+    if isinstance(document, list) and document and all(_at(one, "class_path") for one in document):
+        names = [str(one["class_path"]).rpartition(".")[2] for one in document]
+        found: dict[str, Any] = {before.removesuffix("."): ", ".join(names)}
+        for name, one in zip(names, document, strict=True):
+            found |= flat(one.get("init_args") or {}, f"{before}{name}.")
+        return found
+    return {before.removesuffix("."): document}

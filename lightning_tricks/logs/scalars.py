@@ -1,0 +1,198 @@
+"""The metrics of one run from its folder, of event files and `metrics.csv`: the reader of all logs. No torch."""
+
+import math
+from array import array
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_tricks._foreign_files import LARGEST_STEP, number_of, open_csv, why
+from lightning_tricks.logs.event_file import EventFile, read_events
+
+_NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
+_NO_COLUMN = ("step", "epoch", "")
+
+
+@dataclass
+class Points:
+    """One metric.
+
+    Args:
+        steps: as logged, 0 for the first, ascending once all files are read.
+        values: of these steps; of a step that was repeated, the last one.
+        times: seconds since 1970 at which they were written; NaN where the file has no times.
+        restarts: steps at which it went on after a restart: in a later file, or where steps go back.
+    """
+
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    restarts: set[int] = field(default_factory=set)
+    _marks: "array[int]" = field(default_factory=lambda: array("q"))  # number of resumes written before each point
+    _highest: int = -1
+    _latest: int = -1
+    _is_sorted: bool = True
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def by_step(self) -> dict[int, float]:
+        """The values by their steps."""
+        return dict(zip(self.steps, self.values, strict=True))
+
+    def begin_file(self, step: int) -> None:
+        """Forget the points that another file repeats from its first step on."""
+        if self.steps and step > self.steps[0]:
+            self.restarts.add(step)
+        if step <= self._highest:
+            self._keep([known < step for known in self.steps])
+            self._highest = max(self.steps, default=-1)
+        self._latest = -1
+
+    def add(self, step: int, value: float, time: float, marks: int) -> None:
+        """Add a point."""
+        if step > self._highest:
+            self._highest = step
+        else:
+            self._is_sorted = False
+            if step < self._latest:
+                self.restarts.add(step)
+        self._latest = step
+        self.steps.append(step)
+        self.values.append(value)
+        self.times.append(time)
+        self._marks.append(marks)
+
+    def finish(self, ends: "list[int]") -> None:
+        """Keep what counts: of the points before each resume those below `ends`; of each step the last one."""
+        if len(ends) > 1:
+            self._keep([step < ends[marks] for step, marks in zip(self.steps, self._marks, strict=True)])
+        if not self._is_sorted:
+            last = {step: place for place, step in enumerate(self.steps)}
+            order = [last[step] for step in sorted(last)]
+            self.steps = array("q", map(self.steps.__getitem__, order))
+            self.values = array("d", map(self.values.__getitem__, order))
+            self.times = array("d", map(self.times.__getitem__, order))
+        self._marks = array("q")
+
+    def _keep(self, kept: "list[bool]") -> None:
+        if not all(kept):
+            for name in ("steps", "values", "times", "_marks"):
+                old = getattr(self, name)
+                setattr(self, name, array(old.typecode, [each for each, keep in zip(old, kept, strict=True) if keep]))
+
+
+@dataclass
+class Scalars:
+    """What a run's log says.
+
+    Args:
+        metrics: by their names, those that were asked for.
+        steps: number of optimizer steps done, as far as the log tells.
+        resumes: steps from which on a resume made TensorBoard forget earlier points.
+        first_time: seconds since 1970 of the first record; None where records have no time.
+        last_time: of the last one.
+        ended: whether the log says that training came to its end.
+        devices: number of processes, where the log tells it.
+        unread: a line for each file, or part of one, that could not be read.
+    """
+
+    metrics: dict[str, Points] = field(default_factory=dict)
+    steps: int | None = None
+    resumes: list[int] = field(default_factory=list)
+    first_time: float | None = None
+    last_time: float | None = None
+    ended: bool = False
+    devices: int | None = None
+    unread: list[str] = field(default_factory=list)
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric."""
+        points = self.metrics.get(name)
+        return points.values[-1] if points else None
+
+    def series(self, name: str) -> Mapping[int, float]:
+        """The values of a metric by their steps."""
+        return self.metrics[name].by_step() if name in self.metrics else {}
+
+
+def event_files(folder: Path) -> list[Path]:
+    """TensorBoard's files of a run, in the order in which they were begun."""
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def read_scalars(folder: Path, names: Collection[str] | None = None) -> Scalars:
+    """The log in a folder: its event files in the order of their names, then what `metrics.csv` has beside them.
+
+    A file that is cut off counts up to there.
+
+    Args:
+        folder: of a run.
+        names: of the metrics that are wanted; None for all.
+    """
+    found = Scalars()
+    for file in event_files(folder):
+        try:
+            _read_events(file, names, found)
+        except (OSError, ValueError) as error:
+            found.unread.append(f"{file.name}: {why(error)}")
+    if (table := folder / "metrics.csv").exists():
+        try:
+            _read_table(table, names, found)
+        except (OSError, ValueError) as error:
+            found.unread.append(f"{table.name}: {why(error)}")
+    ends = [LARGEST_STEP + 1]
+    for step in reversed(found.resumes):  # of the points before each mark, those from its step on do not count
+        ends.append(min(step, ends[-1]))
+    ends.reverse()
+    for points in found.metrics.values():
+        points.finish(ends)
+    found.metrics = {name: points for name, points in found.metrics.items() if points}
+    return found
+
+
+def _read_events(file: Path, names: Collection[str] | None, found: Scalars) -> None:
+    of_file: dict[str, Points] = {}
+    said = EventFile()
+    try:
+        for tag, step, value, time in read_events(file, said):
+            if tag is None:
+                found.resumes.append(step)
+                found.steps = step
+                continue
+            if (points := of_file.get(tag)) is None:
+                if tag.startswith(_NOT_METRICS):
+                    continue
+                wanted = names is None or tag in names
+                points = of_file[tag] = found.metrics.setdefault(tag, Points()) if wanted else Points()
+                points.begin_file(step)
+            found.steps = step + 1
+            if names is None or tag in names:
+                points.add(step, value, time, len(found.resumes))
+    finally:
+        if found.first_time is None:
+            found.first_time = said.first_time
+        found.last_time, found.devices = said.last_time or found.last_time, said.devices or found.devices
+        found.ended = said.ended
+        if said.problem is not None:
+            found.unread.append(f"{file.name}: {said.problem}")
+
+
+def _read_table(file: Path, names: Collection[str] | None, found: Scalars) -> None:
+    """The columns that no event file has, as those also have the times."""
+    known, done = set(found.metrics), None
+    with open_csv(file) as rows:
+        wanted = [
+            (place, found.metrics.setdefault(name, Points()))
+            for name, place in rows.columns.items()
+            if name not in _NO_COLUMN and name not in known and (names is None or name in names)
+        ]
+        for step, row in rows:
+            done = step + 1
+            for place, points in wanted:
+                if row[place] and (value := number_of(row[place])) is not None:
+                    points.add(step, value, math.nan, len(found.resumes))
+        if (problem := rows.problem()) is not None:
+            found.unread.append(f"{file.name}: {problem}")
+    if found.steps is None:
+        found.steps = done

@@ -1,0 +1,113 @@
+"""`doctor` says what is wrong with a run and what is missing in its log, and exits with 1 where a run is sick."""
+
+import json
+import math
+import os
+
+import pytest
+from event_records import losses, scalar, written
+
+from lightning_tricks import __main__ as door
+from lightning_tricks._errors import UsageError
+from lightning_tricks.logs.doctor import find_run
+
+# ---- the command
+
+
+def test_a_file_that_cannot_be_read_is_a_line_and_the_others_count(tmp_path, capsys):
+    written(tmp_path, *losses(range(60)))
+    (tmp_path / "events.out.tfevents.2.b").write_bytes(b"no event file at all, but some text")
+    (tmp_path / "ledger.jsonl").write_text("no ledger\n")
+    door.run(["doctor", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not read: ")]
+    assert lines[0] == "not read: events.out.tfevents.2.b: no event file, or cut off in its first record"
+    assert "holds no step of a ledger" in lines[1]
+
+
+def sick(folder):
+    return written(folder, *losses(range(60), lambda step: math.nan if step > 30 else 5.0 - step / 100))
+
+
+def test_a_healthy_run_ends_in_order_and_says_what_was_not_looked_for(tmp_path, capsys):
+    door.run(["doctor", str(written(tmp_path, *losses(range(60))))])
+    *_, missing, last = capsys.readouterr().out.splitlines()
+    assert last == "doctor: nothing found above a note"
+    assert missing.startswith("not in the log, so not looked for: val_loss (overfitting, validation leak); grad_norm")
+
+
+def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_path, capsys):
+    sick(tmp_path / "run")
+    with pytest.raises(SystemExit) as end:
+        door.run(["doctor", str(tmp_path), "--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")])
+    assert end.value.code == 1
+    text = capsys.readouterr().out
+    assert "1. error: not finite\n   evidence: train/loss is nan at step 31" in text
+    assert text.splitlines()[0].startswith(f"{tmp_path / 'run'}: 60 steps, training loss nan")
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert [finding["symptom"] for finding in record["findings"]] == ["not_finite"]
+    assert record["findings"][0]["score"] == 1.2
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<section>") == page.count("<polyline") == 1
+    assert "train/loss is nan at step 31" in page
+    assert "http" not in page  # it needs no other file
+
+
+def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
+    run, file = written(tmp_path / "run", *losses(range(9))), tmp_path / "slurm 1.out"
+
+    def said(*lines, folder=run):
+        file.write_text("Epoch 0: 10%\nINFO: an error: none\n" + "\n".join(lines) + "\n")
+        with pytest.raises(SystemExit):
+            door.run(["doctor", str(folder), "--stderr", str(file)])
+        return capsys.readouterr().out
+
+    behind = "HangWatchdog: rank 1 of 2 on node7 is behind: waiting for the training loader before step 4001"
+    stands = "HangWatchdog: rank 0 of 2 on node7 has been in the backward of step 4001 for 300 s (limit_seconds=300)"
+    hang = said(stands, "  a stack", behind, "RuntimeError: Timed out waiting 60000ms for recv operation to complete")
+    assert f"1. error: hang\n   evidence: {stands}; {behind}\n" in hang
+    assert hang.endswith("doctor: 1 finding\n")
+    assert "error: out of memory" in said(
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    )
+    assert "evidence: error: data=no: no such folder" in said("error: data=no: no such folder")
+    assert "evidence: [rank1]: ValueError: labels" in said("[rank1]: ValueError: labels", "x.errors.ChildFailedError: ")
+    early = said("KeyError: 'ids'", folder=tmp_path / "none")  # before anything was logged
+    assert ("no such folder" in early, "1. error: exception" in early) == (True, True)
+    file.write_text("all is well\n")
+    door.run(["doctor", str(run), "--stderr", str(file)])
+    with pytest.raises(UsageError, match=r"stderr=.*no\.txt: No such file"):
+        door.run(["doctor", str(run), "--stderr", str(tmp_path / "no.txt")])
+
+
+def test_json_alone_goes_to_standard_output(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(sick(tmp_path)), "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["run"] == str(tmp_path)
+
+
+def test_names_of_another_project_can_be_given(tmp_path, capsys):
+    written(tmp_path, *losses(range(60), lambda step: math.nan if step > 30 else 1.0, "my/loss"))
+    written(tmp_path / "spaces", *losses(range(60), tag="my loss"))
+    with pytest.raises(UsageError, match=r"among my loss: name it, such as --names 'loss=my loss'"):
+        door.run(["doctor", str(tmp_path / "spaces")])
+    with pytest.raises(UsageError, match=r"no training loss among my/loss: name it, such as --names loss=my/loss"):
+        door.run(["doctor", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(tmp_path), "--names", "loss=my/loss"])
+    assert "my/loss is nan at step 31" in capsys.readouterr().out
+
+
+def test_of_several_runs_the_newest_is_taken(tmp_path):
+    old = written(tmp_path / "version_0", *losses(range(9)))
+    new = written(tmp_path / "version_1", *losses(range(9)))
+    os.utime(old / "events.out.tfevents.1.a", (1e9, 1e9))
+    assert find_run(tmp_path) == new
+    assert find_run(old) == old
+
+
+def test_a_run_is_taken_and_not_the_plan_in_its_folder_though_a_copy_made_that_the_newest(tmp_path):
+    run = written(tmp_path / "version_0", *losses(range(9)))
+    written(run / "plan", scalar("plan/lr", 0, 0.1))
+    os.utime(run / "events.out.tfevents.1.a", (1e9, 1e9))
+    assert find_run(tmp_path) == run
+    assert find_run(run / "plan") == run / "plan"  # as asked for
