@@ -82,6 +82,6 @@ def _averaged() -> None:
 
 
 FILLERS = {
-    "average": Filler("average.md", average, measured=False),
+    "average": Filler("averages.md", average, measured=False),
     "export": Filler("export.md", families, measured=False),
 }
