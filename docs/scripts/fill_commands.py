@@ -133,5 +133,5 @@ FILLERS = {
     "plan-memory": Filler("plan.md", plan),
     "plan-published": Filler("plan.md", plan_published),
     "runs": Filler("runs.md", runs, measured=False),
-    "schedule": Filler("schedule_command.md", schedule, measured=False),
+    "schedule": Filler("schedules.md", schedule, measured=False),
 }
