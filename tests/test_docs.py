@@ -23,7 +23,6 @@ GUIDES = {
     "data",
     "existing_projects",
     "export",
-    "first_run",
     "glossary",
     "launching",
     "monitors",
