@@ -182,9 +182,9 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
 
 @pytest.mark.parametrize("link", ["no_such_page.md", "mfu.md#no-such-heading", "#no-such-heading"])
 def test_a_link_that_leads_nowhere_is_found(link):
-    assert broken(ROOT / "docs/flops.md", link)
-    assert not broken(ROOT / "docs/flops.md", "mfu.md#does-not-combine-with")
-    assert not broken(ROOT / "docs/flops.md", "#use")
+    assert broken(ROOT / "docs/goodput.md", link)
+    assert not broken(ROOT / "docs/goodput.md", "mfu.md#does-not-combine-with")
+    assert not broken(ROOT / "docs/goodput.md", "#use")
 
 
 def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exists():
