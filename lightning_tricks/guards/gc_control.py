@@ -34,7 +34,7 @@ class GCControl(pl.Callback):
         UsageError: `every_n_steps` is below 1.
 
     Source: torchtitan's `GarbageCollection` and OLMo-core's `GarbageCollectorCallback`, which collect the two younger
-    generations only, every 1000 steps (links in docs/gc_control.md).
+    generations only, every 1000 steps (links in docs/speed.md).
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
