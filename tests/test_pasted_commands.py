@@ -113,7 +113,7 @@ def test_a_branch_off_a_finished_run_then_a_text_and_a_fine_tuning(pasted, folde
     said = pasted(*command_of("generating_text.md", "--ckpt_path last"), "--max_new_tokens=4")
     assert "ckpt_path=last: runs/tiny/version_1/checkpoints/last.ckpt" in said
     assert "def " in said
-    again = command_of("init_from.md", "--data.tokenizer")
+    again = command_of("checkpoints.md", "--data.tokenizer")
     said = pasted(*again, *SHORT, "--trainer.max_steps=2", "--data.vocab_size=300")
     assert "weights loaded; left out: the optimizer's state (AdamW)" in said
 

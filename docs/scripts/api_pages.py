@@ -25,6 +25,7 @@ _EXPORTS_ONLY = ("checkpoints",)  # public packages without a name in `lightning
 _CARDS = {
     "AtomicCheckpointIO": "checkpoints",
     "AttentionMonitor": "monitors",
+    "InitFrom": "checkpoints",
     "LanguageModel": "decoder",
     "MuonAdamW": "muon",
     "PredictionWriter": "generating_text",
@@ -34,7 +35,7 @@ _CARDS = {
     "TrainingProgressBar": "monitors",
     "WarmupStableDecay": "schedules",
     "load_recipe": "command_line",
-    "load_weights": "init_from",
+    "load_weights": "checkpoints",
 }
 _HOOKS = {
     "setup",
