@@ -34,7 +34,6 @@ GUIDES = {
     "recipes",
     "speed",
     "strategies",
-    "verify_resume",
     "versions",
     "what_survives",
     "which_optimizer",
