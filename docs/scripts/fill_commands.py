@@ -132,6 +132,6 @@ FILLERS = {
     "plan-foreign": Filler("plan.md", plan_foreign),
     "plan-memory": Filler("plan.md", plan),
     "plan-published": Filler("plan.md", plan_published),
-    "runs": Filler("runs.md", runs, measured=False),
+    "runs": Filler("compare.md", runs, measured=False),
     "schedule": Filler("schedules.md", schedule, measured=False),
 }
