@@ -8,8 +8,7 @@ from filler import Filler
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_tricks.optim import MatrixLayout, MuonAdamW, RoledParam, decay_groups, param_roles
-from lightning_tricks.optim.mup import WidthRatio
+from lightning_tricks.optim import MatrixLayout, MuonAdamW, decay_groups, param_roles
 
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 24}  # fmt: skip
@@ -188,7 +187,7 @@ def in_a_model(layer: nn.Module) -> nn.Module:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """Layer, parameter, shape, role, decay, optimizer, layout and learning rate under muP of each parameter."""
+    """Layer, parameter, shape, role, decay, optimizer and layout of each parameter."""
     for layer, make, ends in LAYERS:
         made = make()
         model = made if "transformers" in type(made).__module__ else in_a_model(made)
@@ -202,7 +201,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             decay = "exempt" if param.exempt else "yes" if decays[param.name] else "no"
             shape = "x".join(map(str, param.param.shape)) or "scalar"
             optimizer = {"muon": "Muon", "adamw": "AdamW"}[steps[param.name]]
-            yield layer, f"`{end}`", shape, param.role, decay, optimizer, _in_words(param.layout), _rate(param)
+            yield layer, f"`{end}`", shape, param.role, decay, optimizer, _in_words(param.layout)
 
 
 def _known(layout: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -219,16 +218,10 @@ def _in_words(layout: MatrixLayout | None) -> str:
     return f"{stack}{sizes} from {layout.inputs}{alternate}"
 
 
-def _rate(param: RoledParam) -> str:
-    if "original" in param.name or param.name.endswith(("_g", "_v")):
-        return "refused"
-    return "lr" if WidthRatio.by_ratio(param.role, param.layout, 4.0, 4.0).fan_in == 1 else "lr / r"
-
-
 def texts(_: None) -> dict[str, str]:
     """The table by the name of its place in the page."""
-    lines = ["| layer | parameter | shape | role | decays | MuonAdamW | matrices: outputs from inputs | muP, Adam |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| layer | parameter | shape | role | decays | MuonAdamW | matrices: outputs from inputs |"]
+    lines.append("|---|---|---|---|---|---|---|")
     before = None
     for layer, *cells in rows():
         lines.append(f"| {'' if layer == before else layer} | {' | '.join(cells)} |")

@@ -57,12 +57,6 @@ class MatrixLayout(NamedTuple):
         return math.prod(self.shape) // max(self.outputs * count, 1)
 
     @property
-    def channels(self) -> int:
-        """Inputs without the kernel of a convolution."""
-        kernel = math.prod(self.shape[2:]) if len(self.shape) > 2 and not self.stacked else 1
-        return self.inputs // max(kernel, 1)
-
-    @property
     def sizes(self) -> list[tuple[int, int]]:
         """(outputs, inputs) of each matrix; of one expert in a stack."""
         return [(outputs, self.inputs) for outputs in self.parts or (self.outputs,)]
