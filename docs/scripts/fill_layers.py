@@ -105,6 +105,7 @@ def _lora() -> nn.Module:
 
 def _torchtitan_experts() -> nn.Module:
     experts = Holder(w1=torch.zeros(4, 24, 16), w2=torch.zeros(4, 16, 24), w3=torch.zeros(4, 24, 16))
+    experts.is_transposed = False  # type: ignore[assignment]
     return Holder(router=Holder(gate=nn.Linear(16, 4, bias=False)), experts=experts)
 
 
@@ -154,7 +155,7 @@ LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
         "lora_A.default.weight lora_B.default.weight lora_magnitude_vector.default.weight",
     ),
     ("attention, as in timm", Attention, "qkv.weight proj.weight cls_token"),
-    ("experts, as in torchtitan", _torchtitan_experts, "gate.weight w1 w2"),
+    ("experts, as in torchtitan, with `is_transposed = False`", _torchtitan_experts, "gate.weight w1 w2"),
     ("GPT-2, with Conv1D", _gpt2, "wpe.weight attn.c_attn.weight mlp.c_fc.weight"),
     ("Llama", _causal("Llama"), "q_proj.weight input_layernorm.weight lm_head.weight"),
     ("Phi-3", _causal("Phi3"), "qkv_proj.weight gate_up_proj.weight"),
@@ -201,6 +202,8 @@ def rows() -> Iterator[tuple[str, ...]]:
             decay = "exempt" if param.exempt else "yes" if decays[param.name] else "no"
             shape = "x".join(map(str, param.param.shape)) or "scalar"
             optimizer = {"muon": "Muon", "adamw": "AdamW"}[steps[param.name]]
+            if param.layout is not None and param.layout.parts is None:
+                optimizer = "refused"
             yield layer, f"`{end}`", shape, param.role, decay, optimizer, _in_words(param.layout)
 
 
@@ -213,7 +216,7 @@ def _in_words(layout: MatrixLayout | None) -> str:
     if layout is None:
         return ""
     sizes = " + ".join(map(str, layout.parts or (layout.outputs,)))
-    alternate = ", alternating" if layout.interleaved else ""
+    alternate = ", alternating" if layout.interleaved else ", parts not known" if layout.parts is None else ""
     stack = f"{layout.shape[0]} of " if layout.stacked else ""
     return f"{stack}{sizes} from {layout.inputs}{alternate}"
 

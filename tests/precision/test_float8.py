@@ -115,15 +115,15 @@ def test_layers_that_share_a_weight_go_together():
 def test_the_heads_are_those_that_the_optimizer_finds(module):
     layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(32, 32)}) for _ in range(2))
     model = {
-        "value head": nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(32, 48), "value": nn.Linear(32, 16)}),
+        "value head": nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(32, 48), "v_head": nn.Linear(32, 16)}),
         # GPT-2 medium's positions: as many as the model is wide; the layers inside the blocks are no heads for that
         "tied decoder": Decoder(type(GPT)(**{**SHAPE, "max_seq_len": 32})),
         "no head": nn.Sequential(nn.Linear(16, 16)),
     }[module]
     found = {name for name, reason in reasons(model, convert_small=True).items() if reason == "output head"}
-    assert found == {"value head": {"lm_head", "value"}, "tied decoder": {"head"}, "no head": set()}[module]
+    assert found == {"value head": {"lm_head", "v_head"}, "tied decoder": {"head"}, "no head": set()}[module]
     if module == "value head":
-        assert {p.name for p in param_roles(model) if p.role == "head"} == {"lm_head.weight", "value.weight"}
+        assert {p.name for p in param_roles(model) if p.role == "head"} == {"lm_head.weight", "v_head.weight"}
 
 
 def test_choosing_layers_does_not_compute_a_weight():

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.optim.param_places import Model, weight_of
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
 
@@ -50,9 +49,9 @@ def choose_layers(
 ) -> dict[str, str]:
     """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted."""
     linears, multiple = named_linears(module), MULTIPLE[recipe]
-    weights = {name: weight_of(layer) for name, layer in linears.items()}
+    weights = {name: layer._parameters.get("weight") for name, layer in linears.items()}
     # their error goes straight into the loss
-    heads = {id(weight) for weight in head_weights(Model(module))}
+    heads = {id(weight) for weight in head_weights(module)}
     # reversed, so that of several modules that share a parameter the first one is named
     others = [part for part in module.modules() if type(part) is not nn.Linear][::-1]
     shared_with = {id(param): part for part in others for param in part.parameters(recurse=False)}
@@ -67,7 +66,7 @@ def choose_layers(
             return "its forward was replaced"
         if excludes(exclude, name):
             return "exclude"
-        if weight is None or weight is not layer._parameters.get("weight"):
+        if weight is None:
             return "weight is computed by a hook"
         if not weight.requires_grad:
             return "weight is frozen"
@@ -119,7 +118,7 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():
-        weight = weight_of(layer)
+        weight = layer._parameters.get("weight")
         if layer not in layers or not isinstance(weight, DTensor):
             continue
         splits = sum(not placement.is_replicate() for placement in weight.placements)
