@@ -256,7 +256,7 @@ def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
         if isinstance(part, Muon) and setup.kind == "ddp":
             part.replicas = dist.group.WORLD  # as OptimizerMixin does
     if is_a(setup.plugin, "BF16True"):
-        BF16Step(optimizer, setup.plugin.update, setup.plugin.optimizer_state, 0)
+        BF16Step(optimizer)
     return optimizer
 
 
