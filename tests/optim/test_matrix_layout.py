@@ -156,22 +156,6 @@ def test_complex_matrices_and_scalars_go_to_adamw():
     assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in model.parameters())
 
 
-def test_groups_of_older_checkpoints_load():
-    """They name the parts of fused projections by a list `matrices`."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = build_optimizer(model, lambda groups: MuonAdamW(groups, lr=0.1))
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        group["matrices"] = [[] for _ in group.pop("layouts")]
-    optimizer.load_state_dict(saved)
-    for group in optimizer.param_groups:
-        assert "matrices" not in group
-        assert len(group["layouts"]) == len(group["params"])
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-
-
 def test_a_declaration_of_other_numbers_is_refused_by_name():
     from lightning_tricks._errors import UsageError
 
