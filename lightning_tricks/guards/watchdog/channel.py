@@ -3,7 +3,7 @@
 The operating system closes the connections of a process that dies, for whatever reason, and keeps those of a process
 that is slow, stopped or stuck. So a connection that is closed without a goodbye means that the process has died, on any
 host, and no heartbeats are needed. A connection that breaks because of the network, or because a host does not answer,
-says nothing about the process behind it. torch's TCPStore does not report that a client has died, and asks for no word.
+says nothing about the process behind it. torch's TCPStore neither reports that a client has died nor asks who it is.
 
 Rank 0 serves: it tells all ranks of the first failure. Every rank publishes its place again and again, all ranks
 together at most `PUBLISHED_PER_SECOND` times. When one is overdue, rank 0 waits until each has published once more,
