@@ -19,7 +19,7 @@ from lightning_tricks._replaced import replaced
 from lightning_tricks._trainer import enabled_scaler, is_accumulating, optimizer_index, unwrapped, weights_layout
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, grad_norms_of
+from lightning_tricks.optim import clip_grad_norm, grad_norms_of
 from lightning_tricks.optim.grad_scaler import is_scaled, loss_scale
 
 Parts = Literal["block", "group"]
@@ -45,10 +45,7 @@ def clip_by_norm(trainer: Any, optimizer: Any, max_norm: float | None) -> Tensor
     Returns:
         The norm before the clip, without the scale of a scaled loss, a 0-dim tensor.
     """
-    if weights_layout(trainer.strategy) == "flat":
-        norm = clip_grad_norm_fsdp1(trainer.strategy.model, max_norm)
-    else:
-        norm = clip_grad_norm(_parameters(optimizer), max_norm, scale_as_torch=True)  # in place of Lightning's own clip
+    norm = clip_grad_norm(_parameters(optimizer), max_norm, scale_as_torch=True)  # in place of Lightning's own clip
     return _unscaled(norm, trainer, optimizer)
 
 
@@ -70,7 +67,7 @@ class GradNormMonitor(pl.Callback):
     """Record `train/grad_norm` of every optimizer step, before the clip. Never changes training.
 
     The L2 norm of all gradients of the optimizer, of the whole accumulated batch, unscaled under fp16, over all ranks
-    and shards (DDP, FSDP2, tensor parallelism, FSDP1; DeepSpeed's is read from its engine). Each interval's last step
+    and shards (DDP, FSDP2, tensor parallelism; DeepSpeed's is read from its engine). Each interval's last step
     also gets `train/clipped_fraction` and `train/nonfinite_grad_norms`. With several optimizers the names are
     `train/grad_norm/0`, `train/grad_norm/1` and so on, without those two.
 
@@ -82,14 +79,14 @@ class GradNormMonitor(pl.Callback):
     several times in a batch, or asks for several gradients (LBFGS), the largest norm of the batch is recorded.
 
     The precision plugin's methods `clip_grad_by_norm` and, in manual optimization, `clip_grad_by_value` are replaced
-    for a part of each batch. Under FSDP1 and for sparse gradients this clips by norm where Lightning and torch refuse.
+    for a part of each batch.
 
     Args:
         per: also record, on log steps, `grad_norms/<name>` of each block of the model (`block`) or of each parameter
             group of the optimizer (`group`); one more pass over the gradients on those steps.
 
     Raises:
-        UsageError: `per` under FSDP1 or DeepSpeed, which hold no parameter whole; modules wrapped in FSDP1 one by one.
+        UsageError: FSDP1; `per` under DeepSpeed, which holds no parameter whole; in training, sparse gradients.
 
     Source: Pascanu et al. 2012, https://arxiv.org/abs/1211.5063.
     """
@@ -104,8 +101,11 @@ class GradNormMonitor(pl.Callback):
         self._largest: Measured = {}  # of the batch
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse `per` where no rank holds a parameter whole, before any process is started."""
-        if self.per and stage == "fit":
+        """Refuse strategies under which the norms are not known, before any process is started."""
+        if stage != "fit":
+            return
+        refuse("the gradient norm", trainer.strategy, "GradNormMonitor:")
+        if self.per:
             refuse("GradNormMonitor.per", trainer.strategy, f"GradNormMonitor: per={self.per!r}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:

@@ -289,14 +289,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_no_scaler_skips_it(preci
     assert [line.partition(";")[0] for line in lines] == [f"StepGuard: step {BAD} is skipped: gradient norm not finite"]
 
 
-def test_under_fsdp1_the_norm_is_that_of_the_whole_model_and_nothing_is_clipped():
-    limits, guard = [], StepGuard()
-    model = SimpleNamespace(clip_grad_norm_=lambda limit: limits.append(limit) or torch.tensor(3.0))
-    guard._is_flat = True
-    assert guard._norm(SimpleNamespace(strategy=SimpleNamespace(model=model)), None) == 3.0
-    assert limits == [math.inf]
-
-
 class Normed(Line):
     """With running statistics, of the batch alone: a bad batch must not stay in them, nor change another rank's."""
 

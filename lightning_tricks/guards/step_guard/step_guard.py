@@ -42,7 +42,7 @@ from lightning_tricks.guards.step_guard.judging import (
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, skips_on_device
+from lightning_tricks.optim import clip_grad_norm, skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
 
@@ -169,7 +169,7 @@ class StepGuard(pl.Callback):
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a strategy, before any process is started."""
         if stage == "fit":
-            refuse("StepGuard", trainer.strategy, "StepGuard:")
+            _refuse_strategy(trainer)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Drop the state of a checkpoint that was validated before this fit."""
@@ -181,7 +181,7 @@ class StepGuard(pl.Callback):
         _refuse(trainer, pl_module, self.recheck)
         self._reset()
         facts = run_facts(trainer)
-        self._scaler, self._has_engine, self._is_flat = facts.scaler, facts.has_engine, facts.layout == "flat"
+        self._scaler, self._has_engine = facts.scaler, facts.has_engine
         self._others_skip = facts.scaler is not None or (facts.has_engine and facts.precision.startswith("16"))
         self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
         self._buffer = MetricBuffer.of(trainer)
@@ -263,8 +263,6 @@ class StepGuard(pl.Callback):
         self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
 
     def _norm(self, trainer: Any, optimizer: Any) -> Tensor:
-        if self._is_flat:
-            return clip_grad_norm_fsdp1(trainer.strategy.model, None)
         return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
 
     def _index_of(self, trainer: Any, optimizer: Any) -> int:
@@ -374,7 +372,7 @@ class StepGuard(pl.Callback):
 
 def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
     """Refuse a run whose steps cannot be skipped, or not be computed again."""
-    refuse("StepGuard", trainer.strategy, "StepGuard:")
+    _refuse_strategy(trainer)
     if recheck and weights_layout(trainer.strategy) == "engine":
         raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
     refuse_lbfgs(trainer, "StepGuard")
@@ -382,6 +380,11 @@ def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
         raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
     if recheck and enabled_scaler(trainer.precision_plugin) is not None:
         raise UsageError("StepGuard.recheck=True: fp16 has scaled the step's gradients; set false, or train in bf16")
+
+
+def _refuse_strategy(trainer: Any) -> None:
+    refuse("the gradient norm", trainer.strategy, "StepGuard:")
+    refuse("StepGuard", trainer.strategy, "StepGuard:")
 
 
 def refuse_lbfgs(trainer: Any, who: str) -> None:

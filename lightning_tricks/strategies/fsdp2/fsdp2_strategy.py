@@ -76,10 +76,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
         context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
             positions for heads.
-        reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `replicas`:
-            over the replicas only after the last one of an optimizer step; costs no memory to speak of. `step`: over
-            the shards too only then; each gradient is whole until then, which takes 4 bytes a parameter on each rank,
-            divided by the tensor ranks.
+        reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `step`:
+            only after the last one of an optimizer step; each gradient is whole until then, which takes 4 bytes a
+            parameter on each rank, divided by the tensor ranks.
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; a module that an earlier run has sharded in another way;
@@ -400,7 +399,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if "_scalars" in vars(module):
             module._scalars.average_gradients(self.root_device, self.groups.loss)
-        self._waiting.after_backward(module)
         if self._partial_gradients is not None and not accumulates:
             self._tensor_ranks_unchecked = False
             self._partial_gradients.refuse()
