@@ -657,35 +657,6 @@ def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
     assert starts.seen == [2, "epoch 1", 0, 1]
 
 
-def test_a_steps_micro_batches_run_again_with_the_same_gradients():
-    kept, same, accumulating = [], [], []
-
-    def keep(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        kept.append((batch, batch_idx, torch.get_rng_state()))
-
-    def repeat(trainer: Any, module: Any, optimizer: Any) -> None:
-        if trainer.global_step != 1:
-            return
-        before = [parameter.grad.clone() for parameter in module.parameters()]
-        second, counts = kept[2:], trainer.fit_loop.state_dict()
-        states = iter([state for *_, state in second])
-        _trainer.repeat_micro_batches(
-            trainer, [pair[:2] for pair in second], optimizer, lambda: torch.set_rng_state(next(states))
-        )
-        same.extend(torch.equal(a, p.grad) for a, p in zip(before, module.parameters(), strict=True))
-        assert trainer.fit_loop.state_dict() == counts
-
-    hooks = On(
-        on_train_batch_start=keep, on_before_optimizer_step=repeat,
-        on_after_backward=lambda trainer, _: accumulating.append(_trainer.is_accumulating(trainer)),
-    )  # fmt: skip
-    model = model_with(loss=lambda module, batch: module(batch * torch.rand(())).square().mean())
-    train(hooks, model=model, batches=6, accumulate_grad_batches=2)
-    assert same == [True, True]
-    assert model.losses[2:4] == model.losses[4:6]
-    assert accumulating == [True, False] * 4
-
-
 class LookedAt(torch.utils.data.Dataset):
     def __init__(self, look: Any, place: str) -> None:
         self.look, self.place = look, place

@@ -24,7 +24,6 @@ from lightning_tricks._trainer.loop import logged_in_training as logged_in_train
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import plateau_updates as plateau_updates
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
-from lightning_tricks._trainer.loop import repeat_micro_batches as repeat_micro_batches
 from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
 from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -173,16 +172,6 @@ class MetricBuffer(pl.Callback):
         if self._step_loss is None:
             self._step_loss = StepLoss(self._trainer)
         return self._step_loss
-
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Inside the `with`, values replace those of the running step under the same names, parts of means too."""
-        before, self._current = self._current, Row()
-        try:
-            yield
-        finally:
-            before.replace(self._current)
-            self._current = before
 
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
