@@ -396,6 +396,33 @@ def test_shows_hp_metric_where_tensorboard_shows_it(tmp_path, default):
     assert ("hp_metric" in events(Path(logger.log_dir)).Tags()["scalars"]) is default
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_clip_hook_is_called_once_between_the_hooks_and_each_step(automatic, monkeypatch):
+    called: list[Any] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        plugin, name = _trainer.clip_hook(trainer)
+        clip = getattr(plugin, name)
+
+        def clip_hook(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            clip(model, optimizer, *args, **kwargs)
+            called.append((model is module, _trainer.optimizer_index(trainer, optimizer)))
+
+        monkeypatch.setattr(plugin, name, clip_hook)
+        monkeypatch.setattr(module, "on_before_optimizer_step", lambda optimizer: called.append("hook"))
+        monkeypatch.setattr(module, "configure_gradient_clipping", lambda *_, **__: called.append("clip"))
+
+    def by_hand(batch: Any, batch_idx: int) -> None:
+        model.manual_backward(model(batch).sum())
+        model.optimizers().step()
+
+    model = model_with()
+    if not automatic:
+        model.automatic_optimization, model.training_step = False, by_hand
+    train(On(on_train_start=look), model=model, max_steps=2)
+    assert called == ["hook", *(["clip"] if automatic else []), (True, 0)] * 2
+
+
 def test_compiled_steps_of_a_module_that_lightning_runs_compiled():
     model = model_with()
     assert _trainer.compiled_steps(model) is _trainer.compiled_steps(torch.nn.Linear(1, 1)) is None

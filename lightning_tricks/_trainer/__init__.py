@@ -31,6 +31,7 @@ from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import take_loops_step as take_loops_step
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.loop import within_step as within_step
+from lightning_tricks._trainer.module import clip_hook as clip_hook
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps
 from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
 from lightning_tricks._trainer.module import optimizer_index as optimizer_index

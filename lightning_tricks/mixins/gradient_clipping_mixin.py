@@ -32,7 +32,7 @@ class GradientClippingMixin(Mixin):
     """
 
     grad_norm: Tensor | None = None
-    keeps_grad_norm = True  # GradNormMonitor asks for this
+    keeps_grad_norm = True  # DeepSpeedZeROStrategy asks for this
 
     def configure_gradient_clipping(
         self,

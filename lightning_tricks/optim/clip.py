@@ -49,6 +49,11 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scal
     return norm
 
 
+def clip_parameters_by_norm(optimizer: Any, clip_val: float) -> None:
+    """`Precision.clip_grad_by_norm` for parameters of all kinds: `clip_grad_norm` over those of an optimizer."""
+    clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)
+
+
 def _joint_norm(meshes: Sequence[Sequence[Tensor]], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
     norms = [_full(norm_of(_gradients(group))) for group in meshes]
     norm = norms[0]

@@ -344,7 +344,8 @@ def test_deepspeeds_norm_is_its_engines():
     model = Net()
     monitor.on_train_batch_end(trainer, model, None, None, 0)
     assert recorded == {"train/grad_norm": 2.5}
-    assert monitor._clip_val == 1.0
+    rows = [SimpleNamespace(values={"train/grad_norm": 2.5})]
+    assert monitor._of_interval(trainer, rows)["train/clipped_fraction"] == 1.0
     monitor.on_before_optimizer_step(trainer, model, optimizer)  # `.grad` is empty there
     strategy.deepspeed_engine.get_global_grad_norm = lambda: None  # before the engine's first step
     recorded.clear()

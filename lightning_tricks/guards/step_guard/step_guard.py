@@ -7,6 +7,7 @@ optimizer's kernel reads it there. The host hears of it with the values of the l
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.judging import Batch, Judgement, Names, SkippedSteps, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
-from lightning_tricks.optim import clip_grad_norm, skips_on_device
+from lightning_tricks.optim import skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
 
@@ -168,6 +169,8 @@ class StepGuard(pl.Callback):
         self._buffer.at_flush(lambda rows: self._skipped.report(rows))
         self._loss = self._buffer.step_loss()
         self._loss.keep()
+        if not self._has_engine:
+            self._buffer.step_norm().at_step(partial(self._judge_step, trainer, pl_module))
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
@@ -198,7 +201,7 @@ class StepGuard(pl.Callback):
             raise UsageError(self._skipped.reason_to_stop)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
-        """Judge the step after its clip, which comes next; in manual optimization at once."""
+        """Have DeepSpeed's engine ask for the judgement; refuse gradients that are still scaled."""
         index = self._index_of(trainer, optimizer)
         optimizer = self._optimizers[index]
         if self._has_engine:
@@ -209,31 +212,15 @@ class StepGuard(pl.Callback):
 
             self._replacements.enter_context(strategy.step_with_veto(veto))
             return
-        scaler = self._scaler
-        _refuse_scaled(trainer, optimizer, scaler)
-        if not pl_module.automatic_optimization:
-            skip = self._judge(trainer, index, self._norm(trainer, optimizer))
-            if self._buffers is not None:
-                self._buffers.save()  # the next step may begin in the same batch
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
-            return
-        module: Any = pl_module
-        clip = module.configure_gradient_clipping
-        keeps_norm = _keeps_norm(pl_module)
+        _refuse_scaled(trainer, optimizer, self._scaler)
 
-        def clip_and_judge(*args: Any, **kwargs: Any) -> None:
-            def norm_and_clip() -> Tensor:
-                norm = None if keeps_norm else self._norm(trainer, optimizer)
-                clip(*args, **kwargs)
-                return module.grad_norm if norm is None else norm
-
-            skip = self._judge(trainer, index, norm_and_clip())
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
-
-        self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
-
-    def _norm(self, trainer: Any, optimizer: Any) -> Tensor:
-        return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
+    def _judge_step(self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor) -> None:
+        """Judge the step that comes next, behind its clip."""
+        index = self._index_of(trainer, optimizer)
+        skip = self._judge(trainer, index, norm)
+        if self._buffers is not None and not pl_module.automatic_optimization:
+            self._buffers.save()  # the next step may begin in the same batch
+        self._replacements.enter_context(skipping(self._optimizers[index], self._scaler, skip))
 
     def _index_of(self, trainer: Any, optimizer: Any) -> int:
         for index, own in enumerate(self._optimizers):
@@ -323,11 +310,3 @@ def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
             "train in bf16"
         )
-
-
-def _keeps_norm(pl_module: Any) -> bool:
-    """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
-    if not getattr(type(pl_module), "keeps_grad_norm", False):
-        return False
-    function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
-    return getattr(function, "__module__", "").startswith("lightning_tricks.")

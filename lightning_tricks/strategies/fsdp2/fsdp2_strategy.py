@@ -20,7 +20,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
-from lightning_tricks.optim.clip import clip_grad_norm
+from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
@@ -367,8 +367,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Until the end of the fit, clip by a norm over parameters of all kinds: torch's takes those of one mesh."""
         plugin, of_lightning = self.precision_plugin, pl.plugins.Precision.clip_grad_by_norm
         if getattr(plugin.clip_grad_by_norm, "__func__", None) is of_lightning:  # and not the user's own
-            clip = lambda optimizer, clip_val: clip_grad_norm(plugin.main_params(optimizer), clip_val)  # noqa: E731
-            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
+            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip_parameters_by_norm))
 
     def model_to_device(self) -> None:
         """Move the tensors that are not sharded; shards are on their device already."""
