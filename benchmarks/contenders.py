@@ -120,8 +120,7 @@ def run_bare(cli: RecipeCLI, batches: Iterable[Batch], count: int, mark: Mark) -
     decoder = setup.decoder()
     optimizer = setup.optimizer(decoder)
     if setup.weights_in_bf16:
-        plugin = trainer.precision_plugin
-        BF16Step(optimizer, plugin.update, plugin.optimizer_state)
+        BF16Step(optimizer)
 
     def loss_of(batch: Batch) -> Tensor:
         return decoder(**batch) / batch["labels"].numel()

@@ -52,7 +52,6 @@ def callbacks() -> dict[str, Callable[[], pl.Callback]]:
 
     return {
         "StepGuard": StepGuard,
-        "StepGuard recheck": lambda: StepGuard(recheck=True),
         "RunLedger": RunLedger,
         "RunLedger all weights": lambda: RunLedger(cover_weights_in_steps=1),
         "SpikeRollback": SpikeRollback,

@@ -26,8 +26,6 @@ def formats(emulate: bool) -> dict[str, tuple[str, ...]]:
         "bf16_mixed": plugin("BF16Mixed"),
         "bf16_true_naive": lightning("bf16-true"),
         "bf16_true_stochastic": plugin("BF16True"),
-        "bf16_true_stochastic_bf16_state": plugin("BF16True", optimizer_state="bf16"),
-        "bf16_true_masters": plugin("BF16True", update="fp32_masters"),
         "fp16": plugin("FP16Mixed"),
         "fp16_unscaled": plugin("FP16Mixed", loss_scaling=False),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", convert_small=True, emulate=emulate),

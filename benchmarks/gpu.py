@@ -32,7 +32,7 @@ STAGES: dict[str, tuple[str, int]] = {
     "llama7b": ("ours,bare,ours_again,fp8_tensorwise", 290),
     "llama8b": ("ours,bare,fp8_tensorwise,ours_again", 260),
     "precision_proof": ("", 140),
-    "memory_7b": ("ours_bf16_state,stock_hand", 120),
+    "memory_7b": ("ours_bf16,stock_hand", 120),
     "rowwise_7b": ("ours,fp8_rowwise", 170),
     "litgpt_1b": ("ours,litgpt", 200),
     "fsdp2_1b": ("one_device,fsdp2,one_device_again", 150),

@@ -86,7 +86,7 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
     fp8 = {"base": base, "convert_small": dry, "emulate": emulate}
     return {
         "ours": (),
-        "ours_bf16_state": plugin("BF16True", optimizer_state="bf16"),
+        "ours_bf16": plugin("BF16True"),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
         "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),
         # one device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard

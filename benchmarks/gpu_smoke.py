@@ -181,7 +181,6 @@ class Smoke:
             "compiled_full": lambda: self.compiled("full"),
             "fp8_tensorwise_compiled": lambda: self.float8("tensorwise"),
             "bf16_true": lambda: self.in_format(BF16True(), 0.01),
-            "bf16_true_masters": lambda: self.in_format(BF16True(update="fp32_masters"), 0.01),
             "fp16_mixed": lambda: self.in_format(FP16Mixed(), 0.01),
             "fsdp2_bf16": lambda: self.fsdp2(BF16Mixed(), 0.01, None),
             "fsdp2_offloaded": lambda: self.fsdp2(cpu_offload=True),

@@ -34,7 +34,6 @@ SHARES = {
     "fsdp2_context": 0.27,
     "tensor_context": 0.27,
     "hsdp_tensor": 0.27,
-    "fsdp1": 0.51,
     "zero1": 0.76,
     "zero2": 0.76,
     "zero3": 0.66,
@@ -140,7 +139,7 @@ def misses(row: dict[str, Any]) -> list[str]:
     """One line for each figure of a row that is not as promised; empty where all are."""
     name = row["row"]
     found = [missed for trial, figures in row["trials"].items() for missed in trial_misses(trial, figures)]
-    if row["groups"] is not True and name != "fsdp1":
+    if row["groups"] is not True:
         found.append(f"groups: {row['groups']}")
     if not row["share"] <= SHARES.get(name, 2.0):
         found.append(f"holds {row['share']:.2f} of one process's bytes")
@@ -207,7 +206,7 @@ class Table:
         for trial in trials:
             gradients = [torch.load(self.folder / row / f"gradients-{trial}.pt") for row in (name, "one")]
             compared = against_one([rank[trial] for rank in found], one[trial])
-            figures[trial.removesuffix("_plain")] = compared | {"gradient": gradient_gap(*gradients)}
+            figures[trial] = compared | {"gradient": gradient_gap(*gradients)}
         losses = mean_loss([rank[saved] for rank in found])[self.save_at :]
         into = {
             other: self._plain(gap_or_line(ranks, losses))

@@ -9,9 +9,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,27 +22,10 @@ from lightning_tricks import (
     WarmupCosine,
 )
 from lightning_tricks._lightning import pl
-from lightning_tricks.models.decoder import Block
 from lightning_tricks.optim import groups_table
 
 BATCH, LENGTH, VOCABULARY = 8, 32, 64
 CONFIG = Llama(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH)
-
-
-class OnCpu(FSDPStrategy):
-    """Lightning's FSDP1, which names a GPU by its number; a CPU has none."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            auto_wrap_policy={Block, nn.TransformerEncoderLayer},
-            state_dict_type="sharded",
-            process_group_backend="gloo",
-        )
-
-    def _setup_model(self, model: Any) -> Any:
-        return FullyShardedDataParallel(
-            model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
-        )
 
 
 class Row(NamedTuple):
@@ -89,7 +70,7 @@ def on_mesh(processes: int, mesh: ParallelDims, *trials: str, needs: str | None 
 
 _PLAIN = ("adamw", "sgd")  # of a mesh with context ranks, which a foreign module does not know
 ROWS = {
-    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face", "adamw_plain", "sgd_plain")),
+    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face")),
     "ddp": Row(2, lambda: "ddp"),
     "fsdp2": Row(2, FSDP2Strategy),
     "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
@@ -103,8 +84,6 @@ ROWS = {
     "fsdp2_context": on_mesh(4, ParallelDims(context=2), *_PLAIN),
     "tensor_context": on_mesh(4, ParallelDims(tensor=2, context=2), *_PLAIN),
     "hsdp_tensor": on_mesh(8, ParallelDims(replicate=2, tensor=2)),
-    # its flat parameters have no groups of ours, which the last run shows; the others give the optimizer all of them
-    "fsdp1": Row(2, OnCpu, ("adamw_plain", "sgd_plain", "foreign", "adamw")),
     "zero1": Row(2, lambda: DeepSpeedZeROStrategy(1), needs="deepspeed"),
     "zero2": Row(2, lambda: DeepSpeedZeROStrategy(2), needs="deepspeed"),
     "zero3": Row(2, lambda: DeepSpeedZeROStrategy(3), needs="deepspeed"),
@@ -122,19 +101,6 @@ class Ours(LanguageModel):
         made = super().configure_optimizers()
         self.groups = groups_table(made["optimizer"].param_groups, lr=0.0)
         return made
-
-
-class Plain(LanguageModel):
-    """One group of all parameters, as FSDP1's flat ones allow."""
-
-    groups = ""
-
-    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__(CONFIG, optimizer=optimizer)
-
-    def configure_optimizers(self) -> Any:
-        assert self.optimizer is not None
-        return self.optimizer(self.parameters())
 
 
 class Foreign(pl.LightningModule):
@@ -203,8 +169,6 @@ TRIALS = {
     "sgd": Trial(Ours, sgd, 0.3),
     "foreign": Trial(Foreign, sgd, 0.1),
     "hugging_face": Trial(HuggingFace, sgd, 0.1),
-    "adamw_plain": Trial(Plain, adamw, 1.0),
-    "sgd_plain": Trial(Plain, sgd, 0.3),
 }
 
 

@@ -31,6 +31,9 @@ REFUSALS = {
     "GradNormMonitor.per": Refusal(
         _UNREADABLE, "under {strategy}, which holds no parameter whole: leave it out, or use FSDP2Strategy"
     ),
+    "the gradient norm": Refusal(
+        ("flat",), "{strategy} holds flat parts of parameters, whose norm is not measured: shard with FSDP2Strategy"
+    ),
     "a precision plugin": Refusal(
         _UNREADABLE,
         "does not work under {strategy}, which has a precision of its own: remove the plugin and set "

@@ -31,8 +31,8 @@ from lightning_tricks.mixins._plain_settings import build, setting_of
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision_monitor import has_figures
-from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, decay_groups, schedule_free_parts
-from lightning_tricks.optim.build_optimizer import build_optimizer, check_settings
+from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
+from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.schedules import Schedule
 
 Batch = dict[str, Tensor]
@@ -162,17 +162,15 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         self._check_memory(trainer, datamodule, stage)
         if stage != "fit":
             return
-        shape, rules = self.without_data(), self.param_rules
-        decay_groups(shape, self.weight_decay, self.decay_embeddings, rules)
-        with suppress(
-            RuntimeError
-        ):  # a fused optimizer takes no parameters without data; a UsageError is none of these
-            build_optimizer(shape, self.optimizer, self.weight_decay, self.decay_embeddings, rules)
+        with suppress(RuntimeError):  # a fused optimizer takes no parameters without data; a UsageError passes
+            self.make_optimizer(self.without_data())
 
     def without_data(self) -> torch.nn.Module:
         """A module with the names and shapes of this one's weights, on the meta device."""
         with torch.device("meta"):
-            return torch.nn.ModuleDict({"decoder": Decoder(self.config)})
+            module: Any = torch.nn.ModuleDict({"decoder": Decoder(self.config)})
+        module.base_shapes = self.base_shapes  # for muP
+        return module
 
     def _check_memory(self, trainer: Any, data: Any, stage: str) -> None:
         """Refuse a model or batch that would not fit even in 16 bits, with nothing but weights, gradients and rows."""

@@ -29,8 +29,6 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16_mixed": BF16Mixed,
     "fp16_mixed": lambda: FP16Mixed(init_scale=1024.0),
     "bf16_true": BF16True,
-    "bf16_true_bf16_state": lambda: BF16True(optimizer_state="bf16"),
-    "bf16_true_masters": lambda: BF16True(update="fp32_masters"),
     "fp8_tensorwise": lambda: float8("tensorwise"),
     "fp8_rowwise": lambda: float8("rowwise"),
     "fp8_rowwise_with_gw_hp": lambda: float8("rowwise_with_gw_hp"),

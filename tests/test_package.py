@@ -78,7 +78,7 @@ lt.WarmupCosine()  # wrong: call-arg
 Mine(weight_decay="much")  # wrong: arg-type
 lt.LanguageModel(shape, schedule="cosine")  # wrong: arg-type
 lt.LanguageModel(shape, lr=0.1)  # wrong: call-arg
-lt.BF16True(update="nearest")  # wrong: arg-type
+lt.BF16True(update="nearest")  # wrong: call-arg
 lt.TokenData(train=3)  # wrong: arg-type
 lt.load_recipe(3)  # wrong: arg-type
 lt.NoSuchName()  # wrong: attr-defined

@@ -4,7 +4,6 @@ A test that fails here after an update of Lightning names the function to read a
 """
 
 import ast
-import gc
 import math
 import signal
 import subprocess
@@ -196,18 +195,15 @@ def test_lightning_file_is_of_the_package_that_the_trainer_is_of():
 
 
 def test_a_running_call_is_told_from_any_other():
-    calls, ended = [], []
+    calls = []
 
     def ask(*_: Any) -> Any:
-        calls.append(call := _trainer.RunningCall(lambda: ended.append(call)))
-        return call.is_current(), call.over(), calls[0].is_current(), bool(calls[0].stack())
+        calls.append(call := _trainer.RunningCall())
+        return call.is_current(), calls[0].is_current(), bool(calls[0].stack())
 
-    assert set(answers(ask)) == {(True, False, True, True)}
-    assert set(answers(ask)) == {(True, False, False, False)}
-    gc.collect()
-    assert all(call.over() for call in calls)
-    assert len(ended) == len(calls)
-    assert ask()[:2] == (False, True)
+    assert set(answers(ask)) == {(True, True, True)}
+    assert set(answers(ask)) == {(True, False, False)}
+    assert ask() == (False, False, False)
 
 
 def test_a_running_call_is_found_in_a_process_of_spawn(monkeypatch):
@@ -394,6 +390,33 @@ def test_shows_hp_metric_where_tensorboard_shows_it(tmp_path, default):
     train(model=model, batches=1, logger=logger)
     assert _trainer.shows_hp_metric(logger) is default
     assert ("hp_metric" in events(Path(logger.log_dir)).Tags()["scalars"]) is default
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_the_clip_hook_is_called_once_between_the_hooks_and_each_step(automatic, monkeypatch):
+    called: list[Any] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        plugin, name = _trainer.clip_hook(trainer)
+        clip = getattr(plugin, name)
+
+        def clip_hook(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            clip(model, optimizer, *args, **kwargs)
+            called.append((model is module, _trainer.optimizer_index(trainer, optimizer)))
+
+        monkeypatch.setattr(plugin, name, clip_hook)
+        monkeypatch.setattr(module, "on_before_optimizer_step", lambda optimizer: called.append("hook"))
+        monkeypatch.setattr(module, "configure_gradient_clipping", lambda *_, **__: called.append("clip"))
+
+    def by_hand(batch: Any, batch_idx: int) -> None:
+        model.manual_backward(model(batch).sum())
+        model.optimizers().step()
+
+    model = model_with()
+    if not automatic:
+        model.automatic_optimization, model.training_step = False, by_hand
+    train(On(on_train_start=look), model=model, max_steps=2)
+    assert called == ["hook", *(["clip"] if automatic else []), (True, 0)] * 2
 
 
 def test_compiled_steps_of_a_module_that_lightning_runs_compiled():
@@ -655,35 +678,6 @@ def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
     reopen = On(on_load_checkpoint=lambda trainer, module, checkpoint: _trainer.reopen_epoch(checkpoint))
     train(reopen, starts, max_steps=5, max_epochs=2, ckpt_path=tmp_path / "two.ckpt")
     assert starts.seen == [2, "epoch 1", 0, 1]
-
-
-def test_a_steps_micro_batches_run_again_with_the_same_gradients():
-    kept, same, accumulating = [], [], []
-
-    def keep(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        kept.append((batch, batch_idx, torch.get_rng_state()))
-
-    def repeat(trainer: Any, module: Any, optimizer: Any) -> None:
-        if trainer.global_step != 1:
-            return
-        before = [parameter.grad.clone() for parameter in module.parameters()]
-        second, counts = kept[2:], trainer.fit_loop.state_dict()
-        states = iter([state for *_, state in second])
-        _trainer.repeat_micro_batches(
-            trainer, [pair[:2] for pair in second], optimizer, lambda: torch.set_rng_state(next(states))
-        )
-        same.extend(torch.equal(a, p.grad) for a, p in zip(before, module.parameters(), strict=True))
-        assert trainer.fit_loop.state_dict() == counts
-
-    hooks = On(
-        on_train_batch_start=keep, on_before_optimizer_step=repeat,
-        on_after_backward=lambda trainer, _: accumulating.append(_trainer.is_accumulating(trainer)),
-    )  # fmt: skip
-    model = model_with(loss=lambda module, batch: module(batch * torch.rand(())).square().mean())
-    train(hooks, model=model, batches=6, accumulate_grad_batches=2)
-    assert same == [True, True]
-    assert model.losses[2:4] == model.losses[4:6]
-    assert accumulating == [True, False] * 4
 
 
 class LookedAt(torch.utils.data.Dataset):

@@ -51,4 +51,4 @@ def test_every_package_is_called_public_or_private():
     private = set(re.findall(r"`lightning_tricks\.(\w+)`", PAGE.split("Private, and free")[1].split("\n\n")[0]))
     packages = {path.parent.name for path in (ROOT / "lightning_tricks").glob("[a-z]*/__init__.py")}
     assert packages - {"recipes"} == (named - {"lightning_tricks", "__all__"}) | private
-    assert private == {"cli", "commands"}
+    assert private == {"cli", "commands", "logs"}

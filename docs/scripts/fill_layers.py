@@ -8,8 +8,7 @@ from filler import Filler
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_tricks.optim import MatrixLayout, MuonAdamW, RoledParam, decay_groups, param_roles
-from lightning_tricks.optim.mup import WidthRatio
+from lightning_tricks.optim import MatrixLayout, MuonAdamW, decay_groups, param_roles
 
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 24}  # fmt: skip
@@ -106,6 +105,7 @@ def _lora() -> nn.Module:
 
 def _torchtitan_experts() -> nn.Module:
     experts = Holder(w1=torch.zeros(4, 24, 16), w2=torch.zeros(4, 16, 24), w3=torch.zeros(4, 24, 16))
+    experts.is_transposed = False  # type: ignore[assignment]
     return Holder(router=Holder(gate=nn.Linear(16, 4, bias=False)), experts=experts)
 
 
@@ -155,7 +155,7 @@ LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
         "lora_A.default.weight lora_B.default.weight lora_magnitude_vector.default.weight",
     ),
     ("attention, as in timm", Attention, "qkv.weight proj.weight cls_token"),
-    ("experts, as in torchtitan", _torchtitan_experts, "gate.weight w1 w2"),
+    ("experts, as in torchtitan, with `is_transposed = False`", _torchtitan_experts, "gate.weight w1 w2"),
     ("GPT-2, with Conv1D", _gpt2, "wpe.weight attn.c_attn.weight mlp.c_fc.weight"),
     ("Llama", _causal("Llama"), "q_proj.weight input_layernorm.weight lm_head.weight"),
     ("Phi-3", _causal("Phi3"), "qkv_proj.weight gate_up_proj.weight"),
@@ -188,7 +188,7 @@ def in_a_model(layer: nn.Module) -> nn.Module:
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """Layer, parameter, shape, role, decay, optimizer, layout and learning rate under muP of each parameter."""
+    """Layer, parameter, shape, role, decay, optimizer and layout of each parameter."""
     for layer, make, ends in LAYERS:
         made = make()
         model = made if "transformers" in type(made).__module__ else in_a_model(made)
@@ -202,7 +202,9 @@ def rows() -> Iterator[tuple[str, ...]]:
             decay = "exempt" if param.exempt else "yes" if decays[param.name] else "no"
             shape = "x".join(map(str, param.param.shape)) or "scalar"
             optimizer = {"muon": "Muon", "adamw": "AdamW"}[steps[param.name]]
-            yield layer, f"`{end}`", shape, param.role, decay, optimizer, _in_words(param.layout), _rate(param)
+            if param.layout is not None and param.layout.parts is None:
+                optimizer = "refused"
+            yield layer, f"`{end}`", shape, param.role, decay, optimizer, _in_words(param.layout)
 
 
 def _known(layout: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -214,21 +216,15 @@ def _in_words(layout: MatrixLayout | None) -> str:
     if layout is None:
         return ""
     sizes = " + ".join(map(str, layout.parts or (layout.outputs,)))
-    alternate = ", alternating" if layout.interleaved else ""
+    alternate = ", alternating" if layout.interleaved else ", parts not known" if layout.parts is None else ""
     stack = f"{layout.shape[0]} of " if layout.stacked else ""
     return f"{stack}{sizes} from {layout.inputs}{alternate}"
 
 
-def _rate(param: RoledParam) -> str:
-    if "original" in param.name or param.name.endswith(("_g", "_v")):
-        return "refused"
-    return "lr" if WidthRatio.by_ratio(param.role, param.layout, 4.0, 4.0).fan_in == 1 else "lr / r"
-
-
 def texts(_: None) -> dict[str, str]:
     """The table by the name of its place in the page."""
-    lines = ["| layer | parameter | shape | role | decays | MuonAdamW | matrices: outputs from inputs | muP, Adam |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| layer | parameter | shape | role | decays | MuonAdamW | matrices: outputs from inputs |"]
+    lines.append("|---|---|---|---|---|---|---|")
     before = None
     for layer, *cells in rows():
         lines.append(f"| {'' if layer == before else layer} | {' | '.join(cells)} |")

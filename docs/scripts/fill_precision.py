@@ -11,8 +11,6 @@ TITLES = {
     "bf16_mixed": "`BF16Mixed()`",
     "bf16_true_naive": "Lightning's `bf16-true`",
     "bf16_true_stochastic": "`BF16True()`",
-    "bf16_true_stochastic_bf16_state": '`BF16True(optimizer_state="bf16")`',
-    "bf16_true_masters": '`BF16True(update="fp32_masters")`',
     "fp16": "`FP16Mixed()`",
     "fp16_unscaled": "`FP16Mixed(loss_scaling=False)`",
     "fp8_tensorwise": '`Float8("tensorwise")`',
@@ -44,7 +42,8 @@ def texts(result: dict[str, Any]) -> dict[str, str]:
 
 def chosen(runs: list[dict[str, Any]], lr: float, steps: int) -> dict[str, dict[str, Any]]:
     """The runs at one learning rate over so many steps, by format."""
-    return {run["format"]: run for run in runs if run["lr"] == lr and run["steps"] == steps}
+    here = (run for run in runs if run["lr"] == lr and run["steps"] == steps)
+    return {run["format"]: run for run in here if run["format"] in TITLES}
 
 
 def rows(at: dict[str, dict[str, Any]]) -> list[str]:

@@ -20,7 +20,6 @@ TITLES = {
     "fsdp2_context": "`mesh: {shard: 2, context: 2}`",
     "tensor_context": "`mesh: {tensor: 2, context: 2}`",
     "hsdp_tensor": "`mesh: {replicate: 2, shard: 2, tensor: 2}`",
-    "fsdp1": "`FSDPStrategy` (FSDP1)",
     "zero1": "`DeepSpeedZeROStrategy(stage=1)`",
     "zero2": "`DeepSpeedZeROStrategy(stage=2)`",
     "zero3": "`DeepSpeedZeROStrategy(stage=3)`",

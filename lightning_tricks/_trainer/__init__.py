@@ -24,7 +24,6 @@ from lightning_tricks._trainer.loop import logged_in_training as logged_in_train
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import plateau_updates as plateau_updates
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
-from lightning_tricks._trainer.loop import repeat_micro_batches as repeat_micro_batches
 from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
 from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
@@ -32,6 +31,7 @@ from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import take_loops_step as take_loops_step
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.loop import within_step as within_step
+from lightning_tricks._trainer.module import clip_hook as clip_hook
 from lightning_tricks._trainer.module import compiled_steps as compiled_steps
 from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
 from lightning_tricks._trainer.module import optimizer_index as optimizer_index

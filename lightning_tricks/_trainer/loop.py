@@ -1,8 +1,6 @@
 """The training loop: which micro-batch runs, whether it ends a step or an epoch, what comes next."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_tricks._trainer.package import is_a
@@ -260,35 +258,3 @@ def forget_running_batch(trainer: Any) -> None:
     for tracker in (loop.batch_progress.current, loop.batch_progress.total):
         tracker.ready = tracker.started = tracker.processed
     loop._batches_that_stepped -= 1  # `reset` will add it
-
-
-def repeat_micro_batches(
-    trainer: Any, batches: Sequence[tuple[Any, int]], optimizer: Any, before_each: Callable[[], None]
-) -> None:
-    """Run the forward and backward passes of an optimizer step once more, in automatic optimization.
-
-    The hooks around a backward pass are called, those around a batch are not. The counters are put back.
-
-    Args:
-        batches: all batches of the step, each with its index in the epoch.
-        optimizer: its gradients are cleared first.
-        before_each: called before each forward pass.
-
-    Read from `_TrainingEpochLoop.advance` and `_AutomaticOptimization.run` (loops/training_epoch_loop.py,
-    loops/optimization/automatic.py).
-    """
-    loop = trainer.fit_loop.epoch_loop
-    automatic, current = loop.automatic_optimization, loop.batch_progress.current
-    counts, ready = automatic.optim_progress.state_dict(), current.ready
-    try:
-        for left, (batch, batch_idx) in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
-            current.ready = ready - left
-            before_each()
-            kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
-            closure = automatic._make_closure(kwargs, optimizer, batch_idx)
-            holds_back = left and hasattr(trainer.strategy, "block_backward_sync")
-            with trainer.strategy.block_backward_sync() if holds_back else nullcontext():
-                closure()
-    finally:
-        current.ready = ready
-        automatic.optim_progress.load_state_dict(counts)

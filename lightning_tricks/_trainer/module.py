@@ -38,6 +38,15 @@ def optimizer_index(trainer: Any, optimizer: Any) -> int:
     return next(i for i, other in enumerate(trainer.optimizers) if unwrapped(other) is inner)
 
 
+def clip_hook(trainer: Any) -> tuple[Any, str]:
+    """Owner and name of the method between the hooks `on_before_optimizer_step` and each step, which calls the clip.
+
+    In manual optimization too, where it clips nothing. It gets the module and the optimizer. Read from
+    `Precision._after_closure` and `_clip_gradients` (plugins/precision/precision.py).
+    """
+    return trainer.precision_plugin, "_clip_gradients"
+
+
 def compiled_steps(module: Any) -> dict[str, Any] | None:
     """The steps of a LightningModule from before `torch.compile(module)`; None where it is not compiled.
 

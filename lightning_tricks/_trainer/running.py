@@ -2,9 +2,8 @@
 
 import sys
 import threading
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -32,19 +31,12 @@ class RunningCall:
 
     Lightning makes a new bound method for each such call, which identifies it. The reference to that method is weak, so
     that the objects of a failed fit are freed as they would be without this.
-
-    Args:
-        at_end: called when the call is over and its exception, if any, is dropped.
     """
 
-    def __init__(self, at_end: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._thread = threading.get_ident()
         method = _running_method()
-        self._method = None if method is None else weakref.ref(method, lambda _: at_end and at_end())
-
-    def over(self) -> bool:
-        """Whether the call has ended and its exception, if any, is dropped."""
-        return self._method is None or self._method() is None
+        self._method = None if method is None else weakref.ref(method)
 
     def is_current(self) -> bool:
         """Whether the thread that asks is in this call, and in no other one inside it."""
@@ -53,21 +45,14 @@ class RunningCall:
     def stack(self) -> list[FrameType]:
         """The stack of the call's thread, the innermost frame first; empty when the call has ended."""
         stack = list(outwards(sys._current_frames().get(self._thread)))
-        return stack if self._is_in(stack) else []
-
-    def raised(self, error: BaseException) -> bool:
-        """Whether an exception came out of the call."""
-        return self._is_in(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-
-    def _is_in(self, frames: Iterable[FrameType]) -> bool:
         method = None if self._method is None else self._method()
-        return method is not None and any(_called_method(frame) is method for frame in frames)
+        return stack if method is not None and any(_called_method(frame) is method for frame in stack) else []
 
 
 def _called_method(frame: FrameType) -> Any:
     """The bound method behind `fit`, `validate`, `test` or `predict`, if `frame` is one that runs it; else None.
 
-    Every exception of the call passes such a frame. Read from `_call_and_handle_interrupt` (trainer/call.py) and, in a
+    Read from `_call_and_handle_interrupt` (trainer/call.py) and, in a
     process of `ddp_spawn` or `ddp_fork`, `_wrapping_function` (strategies/launchers/multiprocessing.py).
     """
     names = {"_call_and_handle_interrupt": "trainer_fn", "_wrapping_function": "function"}

@@ -1,40 +1,17 @@
 """Averages of the weights in a checkpoint: their layout there, and the weights that one of them gives.
 
-`checkpoint[AVERAGES][name]` has two entries. `weights` holds tensors by their term and by the parameter's name, such as
-`weights["mean"]["decoder.head.weight"]`. `shares` tells how much of each term, and of `raw`, the weights in
-`state_dict`, make up the average.
+`checkpoint[AVERAGES][name]["weights"]` holds tensors by the kind of average and by the parameter's name, such as
+`["mean"]["decoder.head.weight"]`. MEAN takes the weights' place; others are what a resume needs.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
 
 AVERAGES = "averages"
-RAW = "raw"  # the term of the weights that are trained
-
-
-@torch.no_grad()
-def mixed(raw: Tensor, terms: Mapping[str, Tensor], shares: Mapping[str, float]) -> Tensor:
-    """The sum of terms, each times its share; a term whose share is 1 is returned as it is, without a copy.
-
-    Args:
-        raw: one weight as it is trained.
-        terms: averages of it, of one dtype, in which the sum is computed.
-        shares: of `raw` and of the terms; they add up to 1.
-    """
-    parts = [(raw if name == RAW else terms[name], share) for name, share in shares.items() if share != 0]
-    if len(parts) == 1:
-        return parts[0][0]
-    dtype = next(iter(terms.values())).dtype
-    total = torch.zeros_like(raw, dtype=dtype)
-    for tensor, share in parts:
-        total.add_(tensor.to(dtype), alpha=share)
-    return total
+MEAN = "mean"
 
 
 def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[str, Any]:
@@ -50,13 +27,9 @@ def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[st
     Raises:
         UsageError: the checkpoint has no such average.
     """
-    entry = average_entry(checkpoint, name, path)
-    terms, shares = entry["weights"], entry["shares"]
-    averaged = next(iter(terms.values())).keys()
+    means = average_entry(checkpoint, name, path)["weights"][MEAN]
     state_dict = {
-        key: mixed(value, {term: terms[term][clean_name(key)] for term in terms}, shares).to(value.dtype)
-        if clean_name(key) in averaged
-        else value
+        key: means[clean_name(key)].to(value.dtype) if clean_name(key) in means else value
         for key, value in checkpoint["state_dict"].items()
     }
     return {**checkpoint, "state_dict": state_dict}

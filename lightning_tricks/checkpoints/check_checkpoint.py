@@ -3,11 +3,7 @@
 `check_checkpoint` looks at names, sizes and small files, `verify_checkpoint` at every byte.
 """
 
-import json
-import socket
 import zipfile
-from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -192,76 +188,38 @@ def _check_zip(path: Path) -> None:
 # ---- every byte
 
 
-def verify_checkpoint(path: str | Path, resumes: bool = False, store: Any = None) -> Path:
+def verify_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     """Refuse a path that is no whole checkpoint, or whose bytes have changed; unpickles nothing of a file.
 
     A checkpoint of this collection, file or folder, is compared with its record. In a file of `torch.save` alone, the
     archive's own checksum of each tensor is compared. A folder of shards without a record, and a file of torch before
     version 1.6, have no checksums: they are checked as by `check_checkpoint`.
 
-    Takes and returns what `check_checkpoint` does; `store` is that of `check_bytes`.
+    Takes and returns what `check_checkpoint` does.
 
     Raises:
         UsageError: what `check_checkpoint` raises; other bytes than were written; a checkpoint of a newer version.
     """
     checked = check_checkpoint(path, resumes)
     if "://" not in str(path):
-        check_bytes(checked, store)
+        check_bytes(checked)
     return checked
 
 
-def check_bytes(path: Path, store: Any = None) -> None:
+def check_bytes(path: Path) -> None:
     """The second half of `verify_checkpoint`, for a path that `check_checkpoint` has passed.
-
-    Args:
-        path: file or folder.
-        store: torch's store of a run, for processes that shall share the work: of those on one host, the first that
-            comes here with a checkpoint reads it, and the others take its answer.
 
     Raises:
         UsageError: other bytes than were written; a checkpoint of a newer version.
     """
-    problem = _problem_with_bytes(path) if store is None else _shared_problem(path, store)
-    if problem:
-        raise UsageError(problem)
-
-
-def _problem_with_bytes(path: Path) -> str | None:
-    try:
-        while True:
-            before = path.stat()
-            found = damage(path, read_record(path))
-            after = path.stat()
-            if not found or (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
-                break  # otherwise a newer checkpoint has taken the name while this one was read
-    except UsageError as error:
-        return str(error)
-    return f"damaged: {found}: take an older checkpoint" if found else None
-
-
-_asked: Counter[str] = Counter()  # how often this process has asked a store about the bytes of a file
-
-
-def _shared_problem(path: Path, store: Any) -> str | None:
-    """The answer of the first process of this host. Any number of them may ask, and as often as they like."""
-    key = f"lightning_tricks/{socket.gethostname()}/{identity(path)}"
-    _asked[key] += 1  # a file is read again for the second load of it
-    key += f"/{_asked[key]}"
-    try:
-        if store.add(f"{key}/claims", 1) == 1:
-            store.set(key, json.dumps(_problem_or_error(path)))
-        store.wait([key], timedelta(days=1))  # a launcher ends all processes if the one that reads dies
-        answer: str | None = json.loads(store.get(key))
-    except RuntimeError:  # the process that holds the store has left already: it refuses this checkpoint
-        answer = _problem_with_bytes(path)
-    return answer
-
-
-def _problem_or_error(path: Path) -> str | None:
-    try:
-        return _problem_with_bytes(path)
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror or error})"
+    while True:
+        before = path.stat()
+        found = damage(path, read_record(path))
+        after = path.stat()
+        if not found or (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+            break  # otherwise a newer checkpoint has taken the name while this one was read
+    if found:
+        raise UsageError(f"damaged: {found}: take an older checkpoint")
 
 
 def identity(path: str | Path | None) -> list[int]:

@@ -6,6 +6,7 @@ weights alone besides. Or a checkpoint is refused in one line that says why it c
 
 import dataclasses
 import io
+import os
 import pickle
 import re
 import warnings
@@ -65,9 +66,10 @@ def open_checkpoint(
 ) -> dict[str, Any]:
     """A checkpoint as a plain Trainer's file holds it: `state_dict`, `optimizer_states` by number, the Trainer's state.
 
-    Every byte is compared with what was written before anything is unpickled; in a run of several processes, by one
-    of each host. A folder needs no process group, whatever number of processes wrote it; folders of Lightning's
-    ModelParallelStrategy are read alike, and weights under the name that its FSDPStrategy gives them.
+    Every byte is compared with what was written before anything is unpickled; in a run of several processes, by the
+    first one of each host (LOCAL_RANK 0). A folder needs no process group, whatever number of processes wrote it;
+    folders of Lightning's ModelParallelStrategy are read alike, and weights under the name that its FSDPStrategy gives
+    them.
 
     Args:
         path: a file or a folder of shards, see `check_checkpoint`.
@@ -91,7 +93,8 @@ def open_checkpoint(
     place = Path(path)
     if verify:
         place = check_checkpoint(path)
-        check_bytes(place, _store())
+        if _is_first_of_host():
+            check_bytes(place)
     if not parts:
         file = inside(place, place / TRAINER_STATE) if place.is_dir() else place
         state: dict[str, Any] = load_file(file, weights_only)
@@ -112,11 +115,11 @@ def open_checkpoint(
     return checkpoint
 
 
-def _store() -> Any:
-    """The store of the run's processes; None outside of a run of several."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    return dist.distributed_c10d._get_default_store()
+def _is_first_of_host() -> bool:
+    """Whether this process verifies a checkpoint for its host: what it refuses ends the run of all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def as_file(checkpoint: dict[str, Any]) -> io.BytesIO:

@@ -153,8 +153,6 @@ class _Copies:
             buffers.restart()
 
     def of(self, tensor: Tensor) -> Tensor:
-        if tensor.is_nested or tensor.is_mkldnn:
-            return tensor.detach().clone().to("cpu")
         if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol of wrappers, such as DTensor
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}  # of a DTensor also its mesh, since torch 2.13
@@ -193,5 +191,5 @@ def _lies_in_memory(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )

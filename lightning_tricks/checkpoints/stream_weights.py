@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.checkpoints.averages import AVERAGES, average_entry, mixed
+from lightning_tricks.checkpoints.averages import AVERAGES, MEAN, average_entry
 from lightning_tricks.checkpoints.check_checkpoint import no_weights
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
 from lightning_tricks.checkpoints.open_checkpoint import (
@@ -61,16 +61,11 @@ def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeig
 def _of_file(path: Path, checkpoint: dict[str, Any], average: str | None) -> StreamedWeights:
     check_content(checkpoint, path)
     weights = {clean_name(name): value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
-    terms: Mapping[str, Mapping[str, Tensor]] = {}
-    shares: Mapping[str, float] = {}
-    if average is not None:
-        entry = average_entry(checkpoint, average, path)
-        terms, shares = entry["weights"], entry["shares"]
+    means = {} if average is None else average_entry(checkpoint, average, path)["weights"][MEAN]
 
     def read(name: str) -> Tensor:
         raw = weights[name]
-        own = {term: tensors[name] for term, tensors in terms.items() if name in tensors}
-        return mixed(raw, own, shares).to(raw.dtype) if own else raw
+        return means[name].to(raw.dtype) if name in means else raw
 
     heavy = {"state_dict", "optimizer_states", AVERAGES}
     rest = {key: value for key, value in checkpoint.items() if key not in heavy}
@@ -90,24 +85,16 @@ def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> Strea
     if not weights:
         raise no_weights(folder)
     averages = tuple(dict.fromkeys(str(path[1]) for path in keys if path[0] == AVERAGES))
-    terms: dict[str, dict[str, str]] = {}  # of each weight: the key of each term of its average
-    shares: Mapping[str, float] = {}
+    chosen = dict(weights)  # the key of each weight or of its average
     if average is not None:
         average_entry({AVERAGES: {name: {} for name in averages}}, average, folder)
-        of_average = {path[2:]: key for path, key in keys.items() if path[:2] == (AVERAGES, average)}
-        for path, key in of_average.items():
-            if path[0] == "weights":
-                terms.setdefault(str(path[2]), {})[str(path[1])] = key
-        found = read_entries(folder, metadata, {key: None for path, key in of_average.items() if path[0] == "shares"})
-        shares = {str(path[1]): found[key] for path, key in of_average.items() if path[0] == "shares"}
+        of_average = (AVERAGES, average, "weights", MEAN)
+        chosen |= {str(path[4]): key for path, key in keys.items() if path[:4] == of_average and path[4] in weights}
 
     def read(name: str) -> Tensor:
-        wanted = {"": weights[name], **terms.get(name, {})}
-        empty = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in wanted.values()}
-        tensors = read_entries(folder, metadata, empty)
-        raw = tensors[weights[name]]
-        own = {term: tensors[key] for term, key in terms.get(name, {}).items()}
-        return mixed(raw, own, shares).to(raw.dtype) if own else raw
+        key = chosen[name]
+        empty = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
+        return read_entries(folder, metadata, {key: empty})[key].to(entries[weights[name]].properties.dtype)
 
     shapes = {name: (tuple(entries[key].size), entries[key].properties.dtype) for name, key in weights.items()}
     return StreamedWeights(folder, rest, shapes, read, averages)

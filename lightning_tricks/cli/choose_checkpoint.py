@@ -3,10 +3,14 @@
 Rank 0 hands its choice on to the ranks that it starts, and every rank compares it when it is loaded.
 """
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +27,11 @@ from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candi
 from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 
+_calls = itertools.count()
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts
 
 
-def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "none", store: Any = None) -> str | None:
+def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "none") -> str | None:
     """The checkpoint that a command starts from, None for the weights that the module starts with.
 
     A checkpoint that cannot be opened is refused here: later the ranks of a distributed run would be up and waiting.
@@ -38,7 +43,6 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
         given: value of `--ckpt_path`: None, `none`, `last`, or anything else, which is returned as it is.
         trainer: its first logger and its `ModelCheckpoint` callbacks say where checkpoints are.
         resume: `auto` starts a fit without `given` from the newest checkpoint, or afresh where there is none at all.
-        store: see `check_bytes`: of the processes of a host, one reads the bytes.
 
     Raises:
         UsageError: an evaluation names no checkpoint; there is none for `last`; there are some for `last` or `auto`,
@@ -50,12 +54,12 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
         ways = f"or {last}" if command == "autopsy" else start
         raise UsageError(f"{command} needs a checkpoint: give --ckpt_path FILE, {ways}")
     if given is None and resume == "auto" and not trainer.fast_dev_run:
-        return _newest("resume=auto", command, trainer, store)
+        return _newest("resume=auto", command, trainer)
     if given is None or str(given) == "none":
         return None
     path = str(given)
     if path == "last" and not is_remote(_folder_of_runs(trainer)):
-        return _newest("ckpt_path=last", command, trainer, store)
+        return _newest("ckpt_path=last", command, trainer)
     _check(path, trainer, resumes=command == "fit")
     return path
 
@@ -91,12 +95,12 @@ def short(path: Any) -> str:
     return str(path).removeprefix(os.getcwd() + os.sep)
 
 
-def _newest(option: str, command: str, trainer: Any, store: Any) -> str | None:
+def _newest(option: str, command: str, trainer: Any) -> str | None:
     """The checkpoint that `last` or `auto` means; None where there is none for `auto`."""
     folders, where = _places(trainer)
     if option == "resume=auto" and is_remote(where):
         raise UsageError(f"resume=auto: {where} is no folder of a file system: give --ckpt_path ADDRESS or none")
-    found = newest_whole(folders, partial(_damage, trainer, command == "fit", store))
+    found = newest_whole(folders, partial(_damage, trainer, command == "fit"))
     found.passed_over = [line.replace(os.getcwd() + os.sep, "") for line in found.passed_over]
     for line in found.passed_over:
         rank_zero_info(f"{option}: passed over: {line}")
@@ -138,14 +142,14 @@ def _is_of_deepspeed(trainer: Any) -> bool:
     return weights_layout(trainer.strategy) in ("engine", "foreign engine")
 
 
-def _damage(trainer: Any, resumes: bool, store: Any, path: Path) -> str | None:
+def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
     """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
     try:
         if _is_of_deepspeed(trainer) and path.is_dir():
             read_layout(path)
-            check_bytes(path, store)
+            check_bytes(path)
         else:
-            verify_checkpoint(path, resumes, store)
+            verify_checkpoint(path, resumes)
     except UsageError as error:
         return str(error).removeprefix("damaged: ").removesuffix(": take an older checkpoint")
     except OSError as error:
@@ -274,13 +278,31 @@ def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str |
     same = inherited_choice()
     if same is None:
         store = store_before_the_run(trainer)
-        same = publish_choice(choose_checkpoint(command, asked, trainer, resume, store))
+        choose = partial(choose_checkpoint, command, asked, trainer, resume)
+        same = publish_choice(choose() if store is None else _choose_on_host(choose, trainer, store))
         same.store = store
     trainer.callbacks.insert(0, same)
     plugin = trainer.strategy.checkpoint_io
     if isinstance(plugin, AtomicCheckpointIO):
         plugin.remember_verified(same.before)
     return same.path
+
+
+def _choose_on_host(choose: Callable[[], str | None], trainer: Any, store: Any) -> str | None:
+    """The choice of the first process of a host, which reads the bytes; the others take its answer from the store."""
+    key = f"lightning_tricks/choice/{socket.gethostname()}/{next(_calls)}"
+    if trainer.strategy.cluster_environment.local_rank() == 0:
+        answer = ""  # none: every process refuses by itself
+        try:
+            answer = json.dumps(path := choose())
+        finally:
+            store.set(key, answer)
+        return path
+    with suppress(RuntimeError):  # the process that holds the store has refused, and ended
+        store.wait([key], timedelta(days=1))  # a launcher ends all processes if the one that reads dies
+        if told := store.get(key):
+            return json.loads(told)
+    return choose()
 
 
 def publish_choice(path: str | None) -> SameCheckpoint:

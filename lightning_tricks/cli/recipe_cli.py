@@ -278,36 +278,52 @@ class RecipeCLI(lightning_cli.LightningCLI):
             clear_choice()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Choose checkpoint and folder, and refuse what cannot run, before any data are prepared."""
+        """The arguments of a command, after its start."""
         given = self.config_init[subcommand]
-        trainer: Any = self.trainer
-        if self._needs == "a Trainer" and "ckpt_path" in given:
-            given["ckpt_path"] = choose_checkpoint(subcommand, given["ckpt_path"], trainer)
-        elif self._needs is None:
-            given["ckpt_path"] = choose_once(subcommand, given, trainer)
-            if subcommand == "fit":
-                trainer.callbacks[:0] = option_callbacks(given, self.model)
-                if given["ckpt_path"] and not isinstance(self.model, OptimizerMixin):
-                    trainer.callbacks.insert(0, KeptSettings())
-            if subcommand == "validate" and given["text"] is not None:
-                self.datamodule = _text_to_score(given["text"], given["ckpt_path"], self.datamodule)
-                trainer.limit_val_batches = 1.0  # all of it, whatever the recipe says of its own data
-            check_folders(trainer)
-            check_before_launch(trainer, self.model, self.datamodule, subcommand, given["trainer"]["accelerator"])
-            if not trainer.fast_dev_run:
-                self._run_folder.choose(subcommand, None if self._change else given["ckpt_path"], trainer)
-            if self._change is not None:
-                self._change.check(trainer)
-            if subcommand == "predict" and given.get("return_predictions") is None:
-                given["return_predictions"] = False  # they are in the file; all of them would fill the memory
+        self._start(subcommand, given)
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if self._needs is not None:
-            on_recipe = self._needs == "a recipe"
-            kwargs |= {"trainer": settings_of_fit(given, given["trainer"]) if on_recipe else trainer}
+            of_recipe = settings_of_fit(given, given["trainer"])
+            kwargs |= {"trainer": of_recipe if self._needs == "a recipe" else self.trainer}
             kwargs.setdefault("datamodule", None)
             for name in COMMANDS[subcommand].recipes:
                 kwargs[name] = _more_recipe(name, given[name])
         return kwargs
+
+    def _start(self, command: str, options: Any) -> None:
+        """All that happens between the objects of a recipe and the first hook of Lightning, step by step.
+
+        A run that cannot be is refused here, before any data are prepared and any other process is started.
+        """
+        trainer: Any = self.trainer
+        if self._needs == "a Trainer" and "ckpt_path" in options:
+            options["ckpt_path"] = choose_checkpoint(command, options["ckpt_path"], trainer)
+        if self._needs is not None:
+            return  # a command of ours makes no run
+        # 1. The checkpoint from which it starts.
+        checkpoint = options["ckpt_path"] = choose_once(command, options, trainer)
+        # 2. Callbacks for options of `fit`, and one that names settings which come from the checkpoint.
+        if command == "fit":
+            trainer.callbacks[:0] = option_callbacks(options, self.model)
+            if checkpoint and not isinstance(self.model, OptimizerMixin):
+                trainer.callbacks.insert(0, KeptSettings())
+        # 3. The text of `validate --text`, all of it, whatever the recipe says of its own data.
+        if command == "validate" and options["text"] is not None:
+            self.datamodule = _text_to_score(options["text"], checkpoint, self.datamodule)
+            trainer.limit_val_batches = 1.0
+        # 4. Folders that can be written.
+        check_folders(trainer)
+        # 5. What this machine, or the recipe's parts together, cannot do.
+        check_before_launch(trainer, self.model, self.datamodule, command, options["trainer"]["accelerator"])
+        # 6. The folder of the run.
+        if not trainer.fast_dev_run:
+            self._run_folder.choose(command, None if self._change else checkpoint, trainer)
+        # 7. What makes this `fit` another command.
+        if self._change is not None:
+            self._change.check(trainer)
+        # 8. Predictions go to their file; all of them would fill the memory.
+        if command == "predict" and options.get("return_predictions") is None:
+            options["return_predictions"] = False
 
     def _options(self) -> list[str]:
         """The options of `fit` as typed; none where the recipe was given from Python."""

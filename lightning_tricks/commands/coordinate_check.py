@@ -21,7 +21,7 @@ from lightning_tricks._find_modules import named_submodules, repeated_blocks
 from lightning_tricks._writable import check_file
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.optim import build_optimizer, param_roles, schedule_free_parts
+from lightning_tricks.optim import param_roles, schedule_free_parts
 from lightning_tricks.optim.mup import at_width
 
 DEFAULT_WIDTHS = (64, 128, 256, 512, 1024)
@@ -307,8 +307,7 @@ def _trial(module: LanguageModel, config: Any, seed: int, device: torch.device) 
     model = LanguageModel(config, mup=module.mup)
     with device:
         model.configure_model()
-    settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
-    optimizer = build_optimizer(model, module.optimizer, *settings)
+    optimizer = module.make_optimizer(model)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         here = {name: tensor.to(device) for name, tensor in batch.items()}

@@ -1,7 +1,6 @@
 """What a run has logged, by the role of each metric, and the robust figures that the symptoms are made of. No torch."""
 
 import math
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._quote import printable, shell_word
 from lightning_tricks._suggest import did_you_mean
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
@@ -155,7 +155,7 @@ def read_log(
         words = " or ".join(_WORDS[role] for role in needed)
         raise UsageError(
             f"{command}: {folder}: no {words} among {_some(metrics)}: name it, such as "
-            f"--names {shlex.quote(f'{needed[0]}={next(iter(metrics))}')}"
+            f"--names {shell_word(f'{needed[0]}={next(iter(metrics))}')}"
         )
     points = scalars.metrics[log.names[found]]
     log.restarts = sorted(step for step in points.restarts.union(scalars.resumes) if step > 0)
@@ -171,7 +171,7 @@ def read_log(
 
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return ", ".join(map(printable, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
 def _add_ledger(log: RunLog, folder: Path, unread: list[str]) -> None:

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from lightning_tricks._trainer import (
 )
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 from lightning_tricks.metrics.step_loss import StepLoss
+from lightning_tricks.metrics.step_norm import StepNorm
 
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # least time between two `logger.save()`, which waits for the disk; Lightning calls it at the end
@@ -72,6 +72,7 @@ class MetricBuffer(pl.Callback):
         self._warn_once = WarnOnce()
         self._answered: tuple[int, bool] | None = None
         self._step_loss: StepLoss | None = None  # once somebody asks for it
+        self._step_norm: StepNorm | None = None
         self.failed = False
         self._last_step = LastStep()
 
@@ -174,15 +175,11 @@ class MetricBuffer(pl.Callback):
             self._step_loss = StepLoss(self._trainer)
         return self._step_loss
 
-    @contextmanager
-    def replacing(self) -> Iterator[None]:
-        """Inside the `with`, values replace those of the running step under the same names, parts of means too."""
-        before, self._current = self._current, Row()
-        try:
-            yield
-        finally:
-            before.replace(self._current)
-            self._current = before
+    def step_norm(self) -> StepNorm:
+        """The fit's gradient norm of each step, likewise; without DeepSpeed's engine."""
+        if self._step_norm is None:
+            self._step_norm = StepNorm(self._trainer)
+        return self._step_norm
 
     def at_flush(self, derive: Callable[[list[Row]], Mapping[str, float]]) -> None:
         """Call `derive` with each interval's rows, on every rank, and add the values that it returns to the last row.
@@ -206,7 +203,9 @@ class MetricBuffer(pl.Callback):
         self._last_step.begin(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """A micro-batch of the step's loss begins."""
+        """A micro-batch of the step's loss begins; its gradients' norm may be measured."""
+        if self._step_norm is not None:
+            self._step_norm.begin_batch()
         if self._step_loss is not None:
             self._step_loss.open(self._current)
             self._step_loss.begin_batch(batch if hooks_have_batch(trainer) else None)
@@ -216,8 +215,14 @@ class MetricBuffer(pl.Callback):
         if self._step_loss is not None:
             self._step_loss.add(pl_module, loss, self._current)
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
+        """The callbacks' hooks are behind, the module's comes next."""
+        if self._step_norm is not None:
+            self._step_norm.before_hook(pl_module, optimizer)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Close the step's row, and the interval if this step ends it."""
+        self._end_norm()
         if is_accumulating(trainer):
             return
         self._close_step()
@@ -228,6 +233,7 @@ class MetricBuffer(pl.Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Flush, at the run's end too: EarlyStopping and ModelCheckpoint, which come next, may look at the values."""
+        self._end_norm()  # of a batch that the module has left out
         self.flush()
         if self._step_loss is not None:
             self._step_loss.drop(self._current)
@@ -249,6 +255,7 @@ class MetricBuffer(pl.Callback):
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Write the values that can still be read, with those of the failed step; the error is raised as usual."""
         self.failed = True
+        self._end_norm()
         with only_warn("the metrics since the last logged step are lost"):
             self._close_step()
             self.flush()
@@ -257,6 +264,10 @@ class MetricBuffer(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Forget the values and registrations of this fit."""
         self._forget()
+
+    def _end_norm(self) -> None:
+        if self._step_norm is not None:
+            self._step_norm.end_batch()
 
     def _close_step(self) -> None:
         if self._step_loss is not None and self._current:

@@ -28,12 +28,6 @@ class Row:
     def __bool__(self) -> bool:
         return bool(self.values or self.tensors or self.means)
 
-    def replace(self, other: "Row") -> None:
-        """Replace values by those of `other`, a second computation of the step, under the same names."""
-        self.values.update(other.values)
-        self.tensors.update(other.tensors)
-        self.means.update(other.means)
-
     def unread(self) -> dict[Names, Tensor]:
         """The tensors that are to be read, by the names of their numbers; for a mean, its total and its count."""
         parts = {

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks._refusals import refuse
 from lightning_tricks._trainer import enabled_scaler, weights_layout
 from lightning_tricks.mixins._base import Mixin
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value
+from lightning_tricks.optim import clip_grad_norm, clip_grad_value
 from lightning_tricks.optim.grad_scaler import is_scaled
 
 
@@ -17,8 +18,7 @@ class GradientClippingMixin(Mixin):
 
     Put it before the LightningModule in the bases. `trainer.gradient_clip_val` and `gradient_clip_algorithm` keep their
     meaning (0 or none does not clip); in each case the norm is kept, for `GradNormMonitor`. It also clips gradients
-    that Lightning or torch refuses to clip: FSDP2's, FSDP1's by norm, sparse ones, and those of fused optimizers under
-    bf16 (Lightning 2.6).
+    that Lightning or torch refuses to clip: FSDP2's, and those of fused optimizers under bf16 (Lightning 2.6).
 
     Attributes:
         grad_norm: L2 norm of all gradients of the last optimizer step before its clip, a 0-dim tensor on their device;
@@ -26,13 +26,13 @@ class GradientClippingMixin(Mixin):
 
     Raises:
         UsageError: at the first step: a negative clip value; a fused optimizer under Lightning's fp16, whose gradients
-            are still scaled here (`FP16Mixed` unscales them before); modules that were wrapped in FSDP1 one by one.
+            are still scaled here (`FP16Mixed` unscales them before); FSDP1; sparse gradients.
 
     Source: see `clip_grad_norm`.
     """
 
     grad_norm: Tensor | None = None
-    keeps_grad_norm = True  # GradNormMonitor asks for this
+    keeps_grad_norm = True  # DeepSpeedZeROStrategy asks for this
 
     def configure_gradient_clipping(
         self,
@@ -42,17 +42,14 @@ class GradientClippingMixin(Mixin):
     ) -> None:
         """Clip the gradients of `optimizer`; Lightning calls it once before each optimizer step, after unscaling."""
         strategy: Any = self.trainer.strategy
-        layout = weights_layout(strategy)
-        if layout in ("engine", "foreign engine"):
+        if weights_layout(strategy) in ("engine", "foreign engine"):
             return
+        refuse("the gradient norm", strategy, "GradientClippingMixin:")
         self._refuse_unreadable_gradients(optimizer)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
         max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if layout == "flat":
-            self.grad_norm = clip_grad_norm_fsdp1(strategy.model, max_norm)
-        else:
-            self.grad_norm = clip_grad_norm(parameters, max_norm)
+        self.grad_norm = clip_grad_norm(parameters, max_norm)
         if by_value:
             clip_grad_value(parameters, gradient_clip_val or 0.0)
 

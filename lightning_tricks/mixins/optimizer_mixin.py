@@ -132,6 +132,11 @@ class OptimizerMixin(Mixin):
         if stage == "fit":
             self._optimizer_class = self._class_in_checkpoint = None
 
+    def make_optimizer(self, module: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer of `module`, or of this module, by these settings; see `build_optimizer`."""
+        settings = (self.optimizer, self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
+        return build_optimizer(self if module is None else module, *settings)
+
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
         if self.optimizer is None and self._missing_optimizer is not None:
@@ -140,8 +145,7 @@ class OptimizerMixin(Mixin):
                 "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
                 "ckpt_path"
             )
-        settings = (self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
-        optimizer = build_optimizer(self, self.optimizer, *settings)
+        optimizer = self.make_optimizer()
         _refuse_for_run(optimizer, self.trainer, self)
         _refuse_finetuning(self.trainer)
         for part in parts_of(optimizer):
@@ -234,8 +238,7 @@ def planned_schedule(module: OptimizerMixin, total_steps: int | None) -> Schedul
     Raises:
         UsageError: see `build_optimizer` and `Schedule.check`.
     """
-    settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
-    optimizer = build_optimizer(module, module.optimizer, *settings)
+    optimizer = module.make_optimizer()
     curves = _curves_of_groups(module, optimizer)
     return ScheduleLR(optimizer, module.schedule or WarmupConstant(warmup_steps=0), total_steps, *curves)
 

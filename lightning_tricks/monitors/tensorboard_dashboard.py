@@ -2,11 +2,10 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -84,8 +83,8 @@ def redirect_page(address: str) -> str:
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
     """Settings that every run has, for the recipe text."""
-    wrapped = getattr(trainer.strategy, "model", None)
-    sizes = list(_sizes(pl_module if wrapped is None else wrapped))
+    # a lazy parameter has no size yet
+    sizes = [(whole_numel(p), p.requires_grad) for p in pl_module.parameters() if not hasattr(p, "materialize")]
     return {
         "module": type(pl_module).__name__,
         "parameters": f"{sum(size for size, _ in sizes):,}",
@@ -98,19 +97,6 @@ def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         BACKEND: pl.__version__,
     }
-
-
-def _sizes(root: Any) -> Iterator[tuple[int, bool]]:
-    """Number of elements of each parameter as a whole, and whether it is trained; `root` as the strategy wrapped it."""
-    for param in root.parameters():
-        # a lazy parameter has no size yet; FSDP1's are shards, also where they look like the module's own
-        if not hasattr(param, "materialize") and not getattr(param, "_fsdp_flattened", False):
-            yield whole_numel(param), param.requires_grad
-    for part in root.modules():
-        if (handle := getattr(part, "_handle", None)) is not None and hasattr(handle, "flat_param"):
-            flat_param = handle.flat_param  # read from torch/distributed/fsdp/_flat_param.py
-            owners = flat_param._params or [flat_param] * len(flat_param._shapes)  # None without use_orig_params
-            yield from zip(map(math.prod, flat_param._shapes), (p.requires_grad for p in owners), strict=True)
 
 
 def table(values: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import OptimizerFactory, build_optimizer, default_adamw
-from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
+from lightning_tricks.optim.clip import clip_grad_norm, clip_grad_value, grad_norms_of
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, skips_on_device
 from lightning_tricks.optim.decay_groups import check_each_parameter_once, decay_groups, groups_table
 from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load
@@ -31,7 +31,6 @@ __all__ = [
     "check_constant",
     "check_each_parameter_once",
     "clip_grad_norm",
-    "clip_grad_norm_fsdp1",
     "clip_grad_value",
     "decay_groups",
     "default_adamw",

@@ -19,8 +19,7 @@ class AdamWBF16State(torch.optim.AdamW):
     averages of another dtype than the weights' on CUDA only. So an average with beta 0.999 does not move in a step that
     would change it by less than 1/512 of its value. Checkpoints hold bf16, and a load keeps the averages to the bit.
 
-    For weights that are in bf16 themselves take the plugin `BF16True` with its `optimizer_state: bf16`, which rounds
-    stochastically.
+    For weights that are in bf16 themselves, the plugin `BF16True` keeps averages in fp32.
 
     Args:
         params: parameters or groups.
@@ -69,13 +68,13 @@ def _refuse(params: list[Tensor]) -> None:
         if param.dtype != torch.float32:
             raise UsageError(
                 f"AdamWBF16State: a parameter is {str(param.dtype).removeprefix('torch.')}: it is for fp32 weights, as "
-                "with the plugin BF16Mixed; for bf16 weights take the plugin BF16True with optimizer_state: bf16"
+                "with the plugin BF16Mixed; with BF16True take AdamW"
             )
     for device in dict.fromkeys(local(param).device for param in params):
         if not _has_kernel(device):
             raise UsageError(
                 f"AdamWBF16State: torch {torch.__version__} has no kernel for averages in bf16 on {device.type}, only "
-                "on CUDA: take AdamW, or the plugin BF16True with optimizer_state: bf16"
+                "on CUDA: take AdamW"
             )
 
 

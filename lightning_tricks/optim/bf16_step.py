@@ -4,11 +4,10 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, bfloat16, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -16,41 +15,14 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import local
 from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
 
-MASTER = "master"  # key in the state of a parameter
 
+class FP32StateOnLoad:
+    """Guard every later `optimizer.load_state_dict` of bf16 weights, until `remove`: their state is loaded as fp32.
 
-@torch.no_grad()
-def take_masters(optimizer: Optimizer) -> None:
-    """Give each fp32 weight the value of its master, after a checkpoint of bf16 weights is loaded; drop the masters.
-
-    A value of a master that does not round to its weight comes from other weights, and is only dropped. Meant for
-    `optimizer.register_load_state_dict_post_hook`.
-    """
-    for param, state in optimizer.state.items():
-        master = state.pop(MASTER, None)
-        if master is None or param.dtype != torch.float32:
-            continue
-        here, there = local(param), local(master)
-        if here.shape == there.shape:
-            there = there.to(here.device, torch.float32)
-            here.copy_(torch.where(there.bfloat16() == here, there, here))
-
-
-class StateStorage:
-    """Convert the state of a bf16 parameter between its storage dtype and fp32, in which a step computes.
-
-    It also guards every later `optimizer.load_state_dict`, until `remove`: torch casts floating state to the dtype of
-    the parameters, so that fp32 averages and masters would come back as bf16.
-
-    Args:
-        optimizer: owner of the state.
-        dtype: of stored tensors of the parameter's shape, fp32 or bf16. Other state is small and stays fp32: factored
-            averages, counts, and the state of a 0-dim parameter.
-        masters: whether to keep the `master` of a loaded checkpoint, always in fp32, or to drop it.
+    torch casts floating state to the dtype of the parameters, so that fp32 averages would come back as bf16.
     """
 
-    def __init__(self, optimizer: Optimizer, dtype: torch.dtype, masters: bool) -> None:
-        self._dtype, self._keeps_masters = dtype, masters
+    def __init__(self, optimizer: Optimizer) -> None:
         self._saved: list[Any] = []
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -62,25 +34,6 @@ class StateStorage:
         for hook in self._hooks:
             hook.remove()
 
-    def to_fp32(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of one parameter for a step: in fp32, without a master."""
-        return {key: _in_fp32(value) for key, value in state.items() if key != MASTER}
-
-    def to_storage(self, param: Tensor, fp32_state: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
-        """The state of one parameter after a step; values stored in bf16 are rounded stochastically."""
-        stored = dict(fp32_state)
-        for key, value in sorted(fp32_state.items(), key=lambda item: str(item[0])):  # a loaded state has another order
-            if self._dtype_of(param, key, value) == bfloat16:
-                stored[key] = torch.empty_like(value, dtype=bfloat16)
-                copy_rounded_(local(stored[key]), local(value), generator)
-        return stored
-
-    def _dtype_of(self, param: Tensor, key: Any, value: Any) -> torch.dtype:
-        # a tensor class of another library, such as an 8-bit state, is stored in its own way
-        is_plain = isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__")
-        plain = isinstance(value, Tensor) and is_plain and value.is_floating_point() and key not in ("step", MASTER)
-        return self._dtype if plain and value.dim() > 0 and value.shape == param.shape else torch.float32
-
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         saved = state_dict["state"]
         self._saved = [saved.get(key) for group in state_dict["param_groups"] for key in group["params"]]
@@ -89,27 +42,25 @@ class StateStorage:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param, saved in zip(params, self._saved, strict=True):
             if saved is not None and param.dtype == bfloat16:
-                optimizer.state[param] = self._restored(param, saved, optimizer.state[param])
+                optimizer.state[param] = _restored(param, saved, optimizer.state[param])
         self._saved = []
 
-    def _restored(self, param: Tensor, saved: Any, cast: Any, key: Any = None) -> Any:
-        """The saved values in their storage dtype, in place of those that torch has cast."""
-        if isinstance(saved, dict):
-            keys = [k for k in saved if self._keeps_masters or k != MASTER]
-            return {k: self._restored(param, saved[k], cast[k], k) for k in keys}
-        if isinstance(saved, list | tuple):
-            return type(saved)(self._restored(param, *pair) for pair in zip(saved, cast, strict=True))
-        if not isinstance(saved, Tensor) or not saved.is_floating_point() or key == "step":
-            return cast
-        return saved.to(param.device, self._dtype_of(param, key, saved))
+
+def _restored(param: Tensor, saved: Any, cast: Any, key: Any = None) -> Any:
+    """The saved values in fp32, in place of those that torch has cast."""
+    if isinstance(saved, dict):
+        return {k: _restored(param, saved[k], cast[k], k) for k in saved}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_restored(param, *pair) for pair in zip(saved, cast, strict=True))
+    if not isinstance(saved, Tensor) or not saved.is_floating_point() or key == "step":
+        return cast
+    return saved.to(param.device, torch.float32)
 
 
 def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == bfloat16 else value
 
 
-Update = Literal["stochastic_rounding", "fp32_masters"]
-StateType = Literal["fp32", "bf16"]
 Groups = list[list[Tensor]]  # the parameters of each of the optimizer's groups
 
 
@@ -125,22 +76,16 @@ class _Copy(NamedTuple):
 class BF16Step:
     """Wraps `optimizer.step`: fp32 copies take the place of the bf16 parameters in a step, and are rounded after it.
 
-    With `stochastic_rounding` each value is rounded up or down at random, and the copies are thrown away; with
-    `fp32_masters` they are kept in `optimizer.state[param]["master"]`, and the parameter is the nearest bf16 value. If
-    other code writes to a parameter (loads, clamps), the master takes the new value, element by element. Parameters of
-    another dtype are stepped as they are. The closure runs first; hooks fire once a step, on the optimizer's own
-    parameters.
+    Each value is rounded up or down at random, and the copies are thrown away. Parameters of another dtype are stepped
+    as they are. The closure runs first; hooks fire once a step, on the optimizer's own parameters.
 
     Optimizers of `torch.optim` get their parameters in buckets, so that temporary copies take `bucket_bytes` at most
     (or the size of the largest parameter's). Other optimizers may combine parameters, and get all of them at once.
 
-    Loading restores the state in its storage dtype; torch alone would cast it to the parameters' bf16.
+    State is fp32, also after a load; torch alone would cast it to the parameters' bf16.
 
     Args:
         optimizer: any optimizer that calls its closure once, at the start of a step.
-        update: `stochastic_rounding` or `fp32_masters`.
-        optimizer_state: dtype in which state tensors of a parameter's shape are stored between steps; within a step
-            they are fp32. bf16 is rounded stochastically too, or an average with beta 0.999 would stop moving.
         seed: of the rounding; equal on all ranks.
         bucket_bytes: bound of the temporary copies of weights and gradients, in bytes.
 
@@ -150,23 +95,14 @@ class BF16Step:
     Raises:
         UsageError: for LBFGS at once; for other optimizers when they call their closure again, or late in a step.
 
-    Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (nearest rounding cancels small updates); Micikevicius
-        et al. 2017, https://arxiv.org/abs/1710.03740 (masters).
+    Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192 (nearest rounding cancels small updates).
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        update: Update = "stochastic_rounding",
-        optimizer_state: StateType = "fp32",
-        seed: int = 0,
-        bucket_bytes: int = 256 << 20,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, seed: int = 0, bucket_bytes: int = 256 << 20) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _closure_error(optimizer)
         self.optimizer, self.seed, self.bucket_bytes, self.steps = optimizer, seed, bucket_bytes, 0
-        self._masters = update == "fp32_masters"
-        self._storage = StateStorage(optimizer, bfloat16 if optimizer_state == "bf16" else torch.float32, self._masters)
+        self._state_on_load = FP32StateOnLoad(optimizer)
         self._per_parameter = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._replaced = vars(optimizer).get("step")  # of a scheduler or a user; None for the class's own method
@@ -180,7 +116,7 @@ class BF16Step:
         If other code has wrapped `step` after this class, `step` stays wrapped. `_replaced.replaced` is not used here:
         it would keep an optimizer alive whose owner never calls `remove`.
         """
-        self._storage.remove()
+        self._state_on_load.remove()
         if vars(self.optimizer).get("step") is self._wrapped:
             del self.optimizer.step
             if self._replaced is not None:
@@ -246,34 +182,18 @@ class BF16Step:
                     group.append(param)
                     continue
                 state = self.optimizer.state.get(param)
-                copy = nn.Parameter(self._fp32_weights(param, state), requires_grad=param.requires_grad)
+                copy = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
                 copy.__dict__.update(param.__dict__)  # attributes that others have set on it, such as a role
                 copy.grad = param.grad.float()  # type: ignore[union-attr]
-                self._move_state(param, copy, None if state is None else self._storage.to_fp32(state))
+                in_fp32 = None if state is None else {key: _in_fp32(value) for key, value in state.items()}
+                self._move_state(param, copy, in_fp32)
                 copies.append(_Copy(param, copy, state, positions[param]))
                 group.append(copy)
 
-    def _fp32_weights(self, param: Tensor, state: dict[str, Any] | None) -> Tensor:
-        weights = param.detach().float()
-        if self._masters and state is not None and MASTER in state:
-            master = local(state[MASTER])
-            written_to = master.to(bfloat16) != local(param)
-            local(weights).copy_(torch.where(written_to, local(weights), master))
-        return weights
-
     def _round_back(self, item: _Copy) -> None:
-        """Round a copy into its parameter, and its state into the storage dtype."""
-        generator = self._generator(item)
-        weights = item.copy.detach()
-        if self._masters:
-            local(item.param).copy_(local(weights))
-        else:
-            copy_rounded_(local(item.param), local(weights), generator)
-        fp32_state = self.optimizer.state.get(item.copy)
-        stored = None if fp32_state is None else self._storage.to_storage(item.param, fp32_state, generator)
-        if self._masters:
-            stored = {**(stored or {}), MASTER: weights}
-        self._move_state(item.copy, item.param, stored)
+        """Round a copy into its parameter, which takes over its state."""
+        copy_rounded_(local(item.param), local(item.copy.detach()), self._generator(item))
+        self._move_state(item.copy, item.param, self.optimizer.state.get(item.copy))
 
     def _generator(self, item: _Copy) -> torch.Generator:
         device = local(item.param).device

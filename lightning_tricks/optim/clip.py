@@ -1,8 +1,6 @@
 """Clip gradients by their norm, and keep that norm: one pass, no wait for the GPU."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scal
     """Scale the gradients of `parameters` in place so that their joint L2 norm is at most `max_norm`.
 
     The same arithmetic as `torch.nn.utils.clip_grad_norm_`, but for bf16 and fp16 gradients: their norm is computed and
-    kept in fp32, where torch rounds it to their dtype. torch's function refuses to mix plain tensors, DTensors of
-    several meshes and sparse gradients (`nn.Embedding(sparse=True)`); this one does not. Shards are summed across
-    ranks, so every rank must call. If the norm is infinite or NaN, clipped gradients become 0 or NaN, as in torch.
+    kept in fp32, where torch rounds it to their dtype. torch's function refuses to mix plain tensors and DTensors of
+    several meshes; this one does not. Shards are summed across ranks, so every rank must call. If the norm is infinite
+    or NaN, clipped gradients become 0 or NaN, as in torch.
 
     Args:
         parameters: of any shapes; parameters without a gradient are ignored.
@@ -31,14 +29,14 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scal
         The norm before clipping, a 0-dim tensor on the gradients' device, at least in fp32; 0 without any gradient.
 
     Raises:
-        UsageError: max_norm is 0, negative or NaN.
+        UsageError: max_norm is 0, negative or NaN; a gradient is sparse.
 
     Source: Pascanu et al. 2012, https://arxiv.org/abs/1211.5063; 1.0: Touvron et al. 2023,
         https://arxiv.org/abs/2302.13971.
     """
     _check_limit(max_norm)
     parameters = list(parameters)
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    with_grad = _with_gradient(parameters)
     if not with_grad:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
@@ -47,12 +45,17 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scal
     if max_norm is not None:
         scaling = _joint_norm(meshes, torch.nn.utils.get_total_norm) if are_rounded and scale_as_torch else norm
         for group in meshes:
-            torch.nn.utils.clip_grads_with_norm_([_dense(parameter) for parameter in group], max_norm, scaling)
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, scaling)
     return norm
 
 
+def clip_parameters_by_norm(optimizer: Any, clip_val: float) -> None:
+    """`Precision.clip_grad_by_norm` for parameters of all kinds: `clip_grad_norm` over those of an optimizer."""
+    clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)
+
+
 def _joint_norm(meshes: Sequence[Sequence[Tensor]], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    norms = [_full(norm_of([_summed(parameter) for parameter in group])) for group in meshes]
+    norms = [_full(norm_of(_gradients(group))) for group in meshes]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack([other.to(norm.device) for other in norms]))
@@ -67,25 +70,21 @@ def _norm_in_fp32(tensors: list[Tensor]) -> Tensor:
 def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Limit each number in the gradients of `parameters` to -`clip_value` and `clip_value`, in place.
 
-    The same as `torch.nn.utils.clip_grad_value_`, for all gradients that `clip_grad_norm` takes. A sparse gradient
-    becomes coalesced: the limit applies to the sum of rows with the same index.
+    The same as `torch.nn.utils.clip_grad_value_`, for all gradients that `clip_grad_norm` takes.
 
     Args:
         parameters: of any shapes; parameters without a gradient are ignored.
         clip_value: the largest absolute value allowed, above 0.
 
     Raises:
-        UsageError: clip_value is 0, negative or NaN; a gradient is complex.
+        UsageError: clip_value is 0, negative or NaN; a gradient is sparse or complex.
     """
     _check_limit(clip_value)
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    with_grad = _with_gradient(parameters)
     if any(parameter.is_complex() for parameter in with_grad):
         raise UsageError("gradient_clip_algorithm='value': a gradient is complex, and has no order: clip by norm")
-    for parameter in with_grad:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
     for group in _by_mesh(with_grad):
-        torch.nn.utils.clip_grad_value_([_dense(parameter) for parameter in group], clip_value)
+        torch.nn.utils.clip_grad_value_(group, clip_value)
 
 
 @torch.no_grad()
@@ -100,38 +99,16 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
         (n,) fp32 tensor; 0 for a part without gradients.
     """
     part_of = {id(p): number for number, part in enumerate(parts) for p in part if p.grad is not None}
-    with_grad = [p for part in parts for p in part if p.grad is not None]
+    with_grad = _with_gradient(p for part in parts for p in part)
     if not with_grad:
         return torch.zeros(len(parts))
     device = with_grad[0].device
     squares = torch.zeros(len(parts), device=device)
     for group in _by_mesh(with_grad):
-        norms = _norms([_summed(p) for p in group]).float()
+        norms = _norms(_gradients(group)).float()
         index = torch.tensor([part_of[id(p)] for p in group]).to(device, non_blocking=True)
         squares.index_add_(0, index, _full(norms).to(device).square())
     return squares.sqrt()
-
-
-def clip_grad_norm_fsdp1(root: Any, max_norm: float | None) -> Tensor:
-    """`clip_grad_norm` for a model in FSDP1, where each rank holds a part of every parameter: every rank must call.
-
-    Args:
-        root: the outermost `FullyShardedDataParallel`.
-        max_norm: the largest norm allowed, above 0; None to measure only.
-
-    Returns:
-        The norm before clipping of the whole model, a 0-dim tensor.
-
-    Raises:
-        UsageError: max_norm is 0, negative or NaN, or `root` is not wrapped as a whole.
-    """
-    _check_limit(max_norm)
-    if not hasattr(root, "clip_grad_norm_"):
-        raise UsageError(
-            f"FSDP1 holds parts of {type(root).__name__}, and the norm of the whole is not known: leave the wrapping "
-            "to the strategy, or use FSDP2Strategy"
-        )
-    return root.clip_grad_norm_(math.inf if max_norm is None else max_norm)  # an infinite limit scales by exactly 1
 
 
 def _check_limit(limit: float | None) -> None:
@@ -139,17 +116,18 @@ def _check_limit(limit: float | None) -> None:
         raise UsageError(f"gradient_clip_val={limit!r}: give a number above 0, or none")
 
 
-def _summed(parameter: Any) -> Tensor:
-    """Values with the norm of the parameter's gradient; in a sparse gradient, rows of the same index are summed."""
-    gradient = parameter.grad
-    if not gradient.is_sparse or gradient.is_coalesced():
-        return gradient._values() if gradient.is_sparse else gradient
-    indices, values = gradient._indices(), gradient._values()
-    index = indices[0]
-    for size, more in zip(gradient.shape[1:], indices[1:], strict=False):
-        index = index * size + more
-    # not `coalesce()`, which waits for the device to count the indices: rows are added up where their index is first
-    return torch.zeros_like(values).index_add_(0, torch.searchsorted(index.sort().values, index), values)
+def _with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if any(gradient.is_sparse for gradient in _gradients(with_grad)):
+        raise UsageError(
+            "gradient_clip_val, GradNormMonitor, StepGuard: a gradient is sparse, whose norm is not measured: set "
+            "sparse=False in the nn.Embedding, or leave them out"
+        )
+    return with_grad
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Any]:
+    return [parameter.grad for parameter in parameters]
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
@@ -160,11 +138,6 @@ def _norms(tensors: list[Tensor]) -> Tensor:
         wide = torch.float32 if dtype in _HALF else None
         norms |= zip(own, torch._foreach_norm([tensors[index] for index in own], dtype=wide), strict=True)
     return torch.stack([norms[index].to(tensors[0].device) for index in range(len(tensors))])
-
-
-def _dense(parameter: Any) -> Any:
-    """An object with a dense `grad` in the memory of the parameter's gradient: torch's functions read nothing else."""
-    return SimpleNamespace(grad=parameter.grad._values()) if parameter.grad.is_sparse else parameter
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:

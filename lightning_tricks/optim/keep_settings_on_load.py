@@ -64,7 +64,6 @@ def keep_settings_on_load(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
         groups = [{**old, **own} for old, own in zip(saved, recipe, strict=True)]
         for group in groups:
             group.pop("initial_lr", None)  # a scheduler built after the load would start from it
-            group.pop("matrices", None)  # `layouts` in older checkpoints
         return {**state_dict, "param_groups": groups}
 
     optimizer.register_load_state_dict_pre_hook(before_load)

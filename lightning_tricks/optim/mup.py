@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,8 +12,7 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import SCALES
-from lightning_tricks.optim.param_places import Model
-from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, head_weights, param_roles
+from lightning_tricks.optim.param_roles import MATRICES, Role, param_roles
 
 Kind = Literal["input", "hidden", "head"]
 Shape = tuple[int, ...]
@@ -26,7 +23,6 @@ _ADAM = {
     "AdamWScheduleFree", "RAdamScheduleFree",
 }  # fmt: skip
 _SGD = {"SGD", "SGDScheduleFree"}
-_SCALED = "_mup_scaled"  # attribute of a module whose initial weights `scale_initial_weights` has scaled
 
 Config = TypeVar("Config")
 
@@ -41,7 +37,6 @@ class WidthRatio(NamedTuple):
         fan_out: the same ratio for the outputs.
         shape: (outputs, inputs) of a hidden matrix, else (1, 1).
         base_shape: the same in the base model.
-        multiplied: whether the module multiplies its logits by base_width / width.
     """
 
     kind: Kind
@@ -49,7 +44,6 @@ class WidthRatio(NamedTuple):
     fan_out: float
     shape: tuple[float, float] = (1.0, 1.0)
     base_shape: tuple[float, float] = (1.0, 1.0)
-    multiplied: bool = False
 
     @property
     def is_base(self) -> bool:
@@ -57,38 +51,25 @@ class WidthRatio(NamedTuple):
         return self.fan_in == self.fan_out == 1.0
 
     @classmethod
-    def of(cls, role: Role, layout: MatrixLayout | None, shape: Shape, base: Shape, multiplied: bool) -> "WidthRatio":
+    def of(cls, role: Role, layout: MatrixLayout | None, shape: Shape, base: Shape) -> "WidthRatio":
         """The ratios of a parameter with a known shape in the base model."""
         if layout is None or role not in MATRICES:  # the width is the last side of an embedding
             return cls("input", 1.0, shape[-1] / base[-1] if shape else 1.0)
         small = layout._replace(shape=base)
         fan_in, fan_out = layout.inputs / small.inputs, layout.outputs / small.outputs
         if role == "head":
-            return cls("head", fan_in, 1.0, multiplied=multiplied)
-        return cls("hidden", fan_in, fan_out, (layout.outputs, layout.inputs), (small.outputs, small.inputs))
-
-    @classmethod
-    def by_ratio(cls, role: Role, layout: MatrixLayout | None, fan_in: float, fan_out: float) -> "WidthRatio":
-        """The ratios of a parameter of a model whose matrices have all grown by one ratio."""
-        if layout is not None and layout.channels == 1:
-            fan_in = 1.0  # each filter of a depthwise convolution has one channel at every width
-        if role == "head":
             return cls("head", fan_in, 1.0)
-        if layout is None or role not in MATRICES or fan_in == 1.0:
-            return cls("input", 1.0, fan_out)
-        fan_out = 1.0 if role == "router" else fan_out  # the number of experts does not grow
-        rows, columns = layout.outputs, layout.inputs
-        return cls("hidden", fan_in, fan_out, (rows, columns), (rows / fan_out, columns / fan_in))
+        return cls("hidden", fan_in, fan_out, (layout.outputs, layout.inputs), (small.outputs, small.inputs))
 
 
 def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> float:
     """The factor on the learning rate of a parameter; its weight decay is divided by the same factor.
 
-    | optimizer | hidden | head | head without multiplier | embedding, norm, bias |
-    |---|---|---|---|---|
-    | Adam-like | 1 / fan_in | 1 | 1 / fan_in | 1 |
-    | SGD | fan_out / fan_in | fan_in | 1 / fan_in | fan_out |
-    | Muon | see below | - | - | - |
+    | optimizer | hidden | head | embedding, norm, bias |
+    |---|---|---|---|
+    | Adam-like | 1 / fan_in | 1 | 1 |
+    | SGD | fan_out / fan_in | fan_in | fan_out |
+    | Muon | see below | - | - |
 
     fan_in and fan_out are those of `WidthRatio`. In muP, the spectral norm of Muon's update must grow in proportion to
     sqrt(fan_out / fan_in). With `match_rms_adamw` it grows in proportion to sqrt(max(rows, columns)), so that the
@@ -102,17 +83,14 @@ def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.O
     Raises:
         UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
 
-    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; in a head without multiplier, the
-        multiplier 1 / fan_in becomes a factor on Adam's learning rate, and its square one on SGD's; Muon:
+    Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; Muon:
         https://github.com/NVIDIA/Megatron-LM/pull/3715.
     """
     rule = rule_of(_owner(optimizer, group))
     if rule == "adam":
-        return 1.0 if ratio.kind == "head" and ratio.multiplied else 1.0 / ratio.fan_in
+        return 1.0 if ratio.kind == "head" else 1.0 / ratio.fan_in
     if rule == "sgd":
-        if ratio.kind == "head":
-            return ratio.fan_in if ratio.multiplied else 1.0 / ratio.fan_in
-        return ratio.fan_out / ratio.fan_in
+        return ratio.fan_in if ratio.kind == "head" else ratio.fan_out / ratio.fan_in
     if getattr(optimizer, "_head_dim", None) is not None:
         raise UsageError("MuP has no rule for MuonAdamW.head_dim: leave it out, or leave out mup")
     scale = SCALES[group["adjust_lr_fn"] or "original"]
@@ -181,21 +159,19 @@ class MuP:
     1 / sqrt(head_dim). Nothing changes for embeddings, norms and biases. Each matrix has its own r: its fan-in over
     its fan-in in the base model. `lr_factor` has the rules of SGD and Muon.
 
-    `LanguageModel` does all of it. For any other module, the factors follow from the roles of its parameters:
-    `OptimizerMixin` or `build_optimizer` sets the learning rates, and the module calls `scale_initial_weights` once.
-    In place of the multiplier of the logits, the head then has lr / r and weights 1 / r times as large. Attention heads
-    keep their width.
+    `LanguageModel` does all of it. Any other module has a method `base_shapes()`, which returns the shape in the base
+    model of each parameter by name, multiplies its logits by base_width / width, and calls `scale_initial_weights`
+    once; `OptimizerMixin` or `build_optimizer` sets the learning rates.
 
     Args:
         base_width: d_model of the model for which the settings were tuned; 256 is common. Smaller or larger than the
             width of this model.
         base_head_dim: width of an attention head in that model. Default: as in this one, so that a wider model has
             more heads.
-        fixed_inputs: regular expression for matrices of a module that is not ours whose input does not grow with the
-            width, such as `patch_embed`. Default: all matrices grow.
 
     Raises:
-        UsageError: an option out of its range; a width that is not known; heads that do not fit into the base width.
+        UsageError: an option out of its range; heads that do not fit into the base width; a module without
+            `base_shapes()`.
 
     Source: Yang et al. 2022 (Tensor Programs V), https://arxiv.org/abs/2203.03466, by its code: optim.py, layer.py and
         README.md of https://github.com/microsoft/mup; the table in the README.md of
@@ -205,16 +181,11 @@ class MuP:
 
     base_width: int
     base_head_dim: int | None = None
-    fixed_inputs: str = ""
 
     def __post_init__(self) -> None:
         for option, value in (("base_width", self.base_width), ("base_head_dim", self.base_head_dim)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"MuP.{option}={value!r}: give a whole number of at least 1")
-        try:
-            re.compile(self.fixed_inputs)
-        except re.error as error:
-            raise UsageError(f"MuP.fixed_inputs={self.fixed_inputs!r} is no regular expression: {error}") from None
 
     def base_config(self, config: Config) -> Config:
         """The config of a decoder's base model: the same model, `base_width` wide.
@@ -239,41 +210,20 @@ class MuP:
     def width_ratios(self, module: nn.Module) -> dict[str, WidthRatio]:
         """The size of each trainable parameter over its size in the base model, by name.
 
-        A module that knows its base model has a method `base_shapes()`, which returns the shapes there by name, and
-        multiplies its logits by base_width / width itself. For any other module, the width is the number of inputs of
-        its head, and all of its matrices grow with the width.
-
         Raises:
-            UsageError: the shapes are of another module; the width is not known; the head is tied to an embedding.
+            UsageError: the module has no method `base_shapes()`, or its shapes are of another module.
         """
-        params = param_roles(module)
-        if callable(known := getattr(module, "base_shapes", None)):
-            return _by_shapes(params, known())
-        _refuse_computed(module)
-        ratio = self._width(module) / self.base_width
-        fixed = [param.name for param in params if self.fixed_inputs and re.search(self.fixed_inputs, param.name)]
-        if self.fixed_inputs and not fixed:
-            raise UsageError(f"MuP.fixed_inputs={self.fixed_inputs!r} matches no parameter of {type(module).__name__}")
-        return {param.name: _by_role(param, ratio, param.name in fixed) for param in params}
-
-    def _width(self, module: nn.Module) -> int:
-        """The width of a module without `base_shapes`: the number of inputs of its output head."""
-        name, params = type(module).__name__, param_roles(module)
-        heads = [param for param in params if param.role == "head"]
-        tied = {id(param.param) for param in params if param.role == "embedding"}
-        if any(id(head) in tied for head in head_weights(Model(module))):
+        if not callable(base_shapes := getattr(module, "base_shapes", None)):
             raise UsageError(
-                f"MuP: the head of {name} is tied to its embedding, which keeps its learning rate: untie them, or "
-                "multiply the logits by base_width / width in the module and define its method base_shapes()"
+                f"MuP: {type(module).__name__} does not tell its base model: define its method base_shapes(), which "
+                "returns the shape there of each parameter by name, and multiply its logits by base_width / width"
             )
-        widths = {head.layout.inputs for head in heads if head.layout is not None}
-        if len(widths) != 1:
-            found = f"has heads of the widths {sorted(widths)}" if widths else "shows no output head"
-            raise UsageError(
-                f"MuP: the width of {name} is not known, because it {found}: define its method base_shapes(), which "
-                "returns the shape in the base model of each parameter, by name"
-            )
-        return widths.pop()
+        base, found = base_shapes(), {}
+        for name, param, role, _, layout in param_roles(module):
+            if name not in base or len(base[name]) != param.ndim:
+                raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")
+            found[name] = WidthRatio.of(role, layout, tuple(param.shape), tuple(base[name]))
+        return found
 
     def lr_factors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """The factor on the learning rate of each parameter for which it is not 1, by name; see `lr_factor`.
@@ -283,16 +233,11 @@ class MuP:
             optimizer: over groups of `decay_groups`; its class decides the rule for each parameter.
 
         Raises:
-            UsageError: an optimizer without a rule; initial weights that were not scaled; an error of `width_ratios`.
+            UsageError: an optimizer without a rule; an error of `width_ratios`.
         """
         ratios = self.width_ratios(module)
         if all(ratio.is_base for ratio in ratios.values()):
             return {}
-        if not hasattr(module, "base_shapes") and not any(hasattr(part, _SCALED) for part in module.modules()):
-            raise UsageError(
-                f"MuP: the initial weights of {type(module).__name__} are not those of muP: call "
-                "scale_initial_weights(model) of the MuP once, where the model is built"
-            )
         factors = {
             name: lr_factor(ratios[name], group, optimizer)
             for group in optimizer.param_groups
@@ -302,30 +247,30 @@ class MuP:
 
     @torch.no_grad()
     def scale_initial_weights(self, module: nn.Module, drawn: Literal["constant", "by_fan_in"] = "constant") -> None:
-        """Change the freshly drawn weights of a module that is not ours to those of muP, in place and once.
+        """Change the freshly drawn weights of a module that is not ours to those of muP, in place; call it once.
 
         Args:
             module: with weights on any device but meta, before sharding or after it.
             drawn: how the module has drawn them. `constant`: with a standard deviation that does not depend on the
-                width, such as transformers' 0.02; `by_fan_in`: in proportion to 1 / sqrt(fan-in), as torch's layers do.
+                width, such as transformers' 0.02; `by_fan_in`: in proportion to 1 / sqrt(fan-in), as torch's layers
+                do: hidden matrices then stay, and the head is drawn as in the base model.
 
         Raises:
-            UsageError: it was called before; weights on the meta device; an error of `width_ratios`.
+            UsageError: an unknown `drawn`; weights on the meta device; an error of `width_ratios`.
         """
-        name = type(module).__name__
-        if any(hasattr(part, _SCALED) for part in module.modules()):
-            raise UsageError(f"MuP.scale_initial_weights: the weights of {name} are scaled already: call it once")
         if drawn not in ("constant", "by_fan_in"):
             raise UsageError(f"MuP.scale_initial_weights: drawn={drawn!r}: give constant or by_fan_in")
         if any(param.is_meta for param in module.parameters()):
-            raise UsageError(f"MuP.scale_initial_weights: {name} is on the meta device: draw its weights first")
+            raise UsageError(
+                f"MuP.scale_initial_weights: {type(module).__name__} is on the meta device: draw its weights first"
+            )
         ratios = self.width_ratios(module)
-        for param_name, param, *_ in param_roles(module):
-            ratio = ratios[param_name]
-            if ratio.kind in ("hidden", "head"):
-                factor = ratio.fan_in ** (-0.5 if ratio.kind == "hidden" else -1.0)
-                param.mul_(factor * (ratio.fan_in**0.5 if drawn == "by_fan_in" else 1.0))
-        setattr(module, _SCALED, True)
+        for name, param, *_ in param_roles(module):
+            kind, fan_in = ratios[name][:2]
+            if kind == "hidden" and drawn == "constant":
+                param.div_(fan_in**0.5)
+            elif kind == "head" and drawn == "by_fan_in":
+                param.mul_(fan_in**0.5)
 
 
 def at_width(config: Config, width: int, head_dim: int) -> Config:
@@ -339,28 +284,3 @@ def at_width(config: Config, width: int, head_dim: int) -> Config:
     )
     d_ff = None if shape.d_ff is None else max(1, round(shape.d_ff * width / shape.d_model))
     return dataclasses.replace(shape, d_model=width, n_heads=n_heads, n_kv_heads=kv_heads, d_ff=d_ff)
-
-
-def _refuse_computed(module: nn.Module) -> None:
-    """Refuse weights that a layer computes: the rules hold for the weight, not for the parameters behind it."""
-    for place in Model(module).places:
-        if place.param.ndim >= 2 and place.name != ".".join(place.parts):
-            raise UsageError(
-                f"MuP has no rule for '{place.name}', from which a parametrization computes the weight: fold it into "
-                "the weight, or define base_shapes(), which returns the shape in the base model of each parameter"
-            )
-
-
-def _by_shapes(params: list[RoledParam], base: Mapping[str, Any]) -> dict[str, WidthRatio]:
-    """The ratios of each parameter by its shape in the base model; the module multiplies its logits itself."""
-    found = {}
-    for name, param, role, _, layout in params:
-        if name not in base or len(base[name]) != param.ndim:
-            raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")
-        found[name] = WidthRatio.of(role, layout, tuple(param.shape), tuple(base[name]), multiplied=True)
-    return found
-
-
-def _by_role(param: RoledParam, ratio: float, fixed_input: bool) -> WidthRatio:
-    """The ratios of a parameter where all matrices grow by one, but for inputs of a fixed width."""
-    return WidthRatio.by_ratio(param.role, param.layout, 1.0 if fixed_input else ratio, ratio)

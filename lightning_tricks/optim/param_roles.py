@@ -10,44 +10,87 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim.matrix_layout import MatrixLayout, declared_parts, is_product, layout_of
-from lightning_tricks.optim.param_places import Model, Place, weight_of
+from lightning_tricks._find_modules import clean_name
+from lightning_tricks.optim.matrix_layout import MatrixLayout, is_product, layout_of
 
-# `lm_head`, `heads.head` (torchvision), `head.fc` (timm), `embed_out` (GPT-NeoX), `score` (a classifier on a decoder)
+# `lm_head`, `heads.head` (torchvision), `head.fc` (timm), `embed_out` (GPT-NeoX), `score` (a classifier on a decoder),
+# `text_projection` (CLIP)
 _HEAD = re.compile(
     r"((lm|mlm|cls|seg|out|output|pred\w*|v|value|reward)_)?heads?|unembed\w*|embed_out|score|output_projection|logits"
+    r"|(text|visual)_projection"
 )
 _METHODS = ("get_output_embeddings", "get_classifier")  # of transformers and timm
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original\d*$")
+_NORM_SCALE = re.compile(r"(^|\.)(original0|\w*weight\w*_g)$")  # of a weight norm: only scales the rows of a weight
 
 
-def head_weights(model: Model) -> list[Parameter]:
+class Place(NamedTuple):
+    """A parameter in the layer that computes with it.
+
+    Args:
+        name: without wrappers' prefixes.
+        param: the parameter.
+        path: of the layer; of a parametrization, the layer whose weight it makes.
+        layer: that layer, without wrappers.
+        local: the name of the weight there.
+    """
+
+    name: str
+    param: Parameter
+    path: str
+    layer: nn.Module
+    local: str
+
+    @property
+    def parts(self) -> list[str]:
+        """The names on the way from the model to the weight."""
+        return [*filter(None, self.path.split(".")), self.local]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows and columns, and is more than the scale of a weight norm."""
+        return self.param.ndim >= 2 and not _NORM_SCALE.search(self.name)
+
+
+def _layers(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules by name without wrappers' prefixes; of a wrapper and the module in it, the inner one."""
+    found = module.named_modules(remove_duplicate=False)
+    return {clean_name(path + ".").rstrip("."): layer for path, layer in found}
+
+
+def _places(module: nn.Module) -> list[Place]:
+    """Every parameter in every layer that holds it: a tied one comes several times. A computed weight is not read."""
+    layers, found = _layers(module), []
+    for raw, param in module.named_parameters(remove_duplicate=False):
+        _refuse_unreadable(name := clean_name(raw), param)
+        path, _, local = _PARAMETRIZED.sub(r"\1\2", name).rpartition(".")
+        found.append(Place(name, param, path, layers[path], local))
+    return found
+
+
+def head_weights(module: nn.Module) -> list[Parameter]:
     """The matrices that turn hidden states into the outputs of a model, tied ones included.
 
     - What a method `get_output_embeddings()` (transformers) or `get_classifier()` (timm) of a module returns; outside
       of this module, matrices with such a name: `lm_head`, `head`, `heads.head`, `head.fc`, `unembed`, `score`,
       `logits`, `v_head`, but not inside a block that is repeated, whose heads are those of attention.
-    - If there is none: the one linear layer in no repeated block that has the shape of the largest embedding, with more
-      rows than columns.
     - If there is none: the last matrix, if it is an `nn.Linear` in no repeated block: `fc` of a ResNet, the end of an
-      `nn.Sequential`. A model of several towers (CLIP) has as many, if they have the same number of outputs.
-    - In addition, each linear layer beside one of these that takes the same inputs, and whose outputs no layer beside
-      it takes: `value` beside `lm_head`.
+      `nn.Sequential`.
     """
-    found = [*_by_method_and_name(model)] or _by_vocabulary(model) or _last(model)
-    known = {id(param) for param in found}
-    return found + [param for param in _beside(model, known) if id(param) not in known]
-
-
-def _by_method_and_name(model: Model) -> Iterator[Parameter]:
-    answered: list[str] = []
-    for path, child in model.layers.items():
+    found, answered = list[Parameter](), list[str]()
+    for path, child in _layers(module).items():
         if head := _returned(child):
-            yield from head
+            found += head
             answered.append(f"{path}." if path else "")
-    for name, param in model.matrices:
-        is_head = not _in_block(name) and any(map(_HEAD.fullmatch, name.split(".")[:-1]))
-        if is_head and not name.startswith(tuple(answered)):
-            yield param
+    matrices = list({id(place.param): place for place in _places(module) if place.is_matrix}.values())
+    for place in matrices:
+        is_head = not _in_block(place.name) and any(map(_HEAD.fullmatch, place.parts[:-1]))
+        if is_head and not place.name.startswith(tuple(answered)):
+            found.append(place.param)
+    last = matrices[-1] if len(matrices) > 1 else None
+    if not found and last is not None and isinstance(last.layer, nn.Linear) and not _in_block(".".join(last.parts)):
+        return [last.param]
+    return found
 
 
 def _returned(module: nn.Module) -> list[Parameter]:
@@ -60,60 +103,6 @@ def _returned(module: nn.Module) -> list[Parameter]:
             if isinstance(head, nn.Module):
                 return [param for param in head.parameters() if param.ndim >= 2]
     return []
-
-
-def _linear(model: Model) -> dict[str, Parameter]:
-    """The weights of all `nn.Linear` by the names of the layers; a computed weight is not read."""
-    layers = ((path, layer) for path, layer in model.layers.items() if isinstance(layer, nn.Linear))
-    found = ((path, weight_of(layer)) for path, layer in layers)
-    return {path: weight for path, weight in found if weight is not None}
-
-
-def _by_vocabulary(model: Model) -> list[Parameter]:
-    tables = [layer for layer in model.layers.values() if isinstance(layer, nn.Embedding)]
-    largest = max(((table.num_embeddings, table.embedding_dim) for table in tables), default=(0, 0))
-    if largest[0] <= largest[1]:
-        return []
-    linear = ((path, weight) for path, weight in _linear(model).items() if not _in_block(f"{path}.weight"))
-    found = [weight for _, weight in linear if tuple(weight.shape) == largest]
-    return found if len(found) == 1 else []
-
-
-def _last(model: Model) -> list[Parameter]:
-    paths = {id(weight): path for path, weight in _linear(model).items()}
-    names, matrices = zip(*model.matrices, strict=True) if model.matrices else ((), ())
-    if len(matrices) < 2 or id(matrices[-1]) not in paths or _in_block(names[-1]):
-        return []
-    last = matrices[-1]
-    above = paths[id(last)].rpartition(".")[0]
-    towers = {name.removeprefix(f"{above}.").split(".")[0] for name in names if _in_block(name)}
-    found = [last]
-    for param in matrices[-2 : -1 - len(towers) : -1]:
-        path = paths.get(id(param))
-        if path is None or path.rpartition(".")[0] != above or param.shape[0] != last.shape[0]:
-            break
-        found.append(param)
-    return found
-
-
-def _beside(model: Model, heads: set[int]) -> Iterator[Parameter]:
-    """The linear layers next to a head which take the same inputs, and whose outputs no layer beside it takes."""
-    linear = _linear(model)
-    for above, layer in model.layers.items():
-        if isinstance(layer, nn.Sequential | nn.ModuleList) or _in_block(f"{above}.any.weight"):
-            continue
-        inside = model.inside(above).items()
-        near = [linear.get(path) for path, part in inside if next(part.parameters(), None) is not None]
-        taken = {weight.shape[1] for weight in near if weight is not None}
-        for order in (near, near[::-1]):
-            inputs = None  # of the head before this layer
-            for weight in order:
-                if weight is not None and id(weight) in heads:
-                    inputs = weight.shape[1]
-                elif weight is None or weight.shape[1] != inputs or weight.shape[0] in taken:
-                    inputs = None
-                else:
-                    yield weight
 
 
 def _in_block(name: str) -> bool:
@@ -130,8 +119,7 @@ _ORDER: tuple[Role, ...] = get_args(Role)
 _NORMS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
 )  # fmt: skip
-# a norm that torch does not have: a layer with an epsilon, whose parameters have such names only
-_EPSILONS = ("eps", "epsilon", "variance_epsilon")
+# parameters of a norm that torch does not have
 _SCALES = {"weight", "scale", "gain", "gamma", "g", "bias", "beta", "b", "shift", "offset"}
 _BIAS = re.compile(r"(^|_)bias(es)?(_|$)|^b\d*$")
 _NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norms?\d*(_|$)")
@@ -166,30 +154,30 @@ class RoledParam(NamedTuple):
 def param_roles(module: nn.Module) -> list[RoledParam]:
     """The trainable parameters of `module` with their roles, each once, in the order of `named_parameters`.
 
-    What a parameter is follows from the layer that computes with it: from an instance of torch's classes, from the
-    attributes and shapes of other layers, and last from the names of attributes. **The name of a class decides
-    nothing**: FSDP2 renames classes, and wrappers hide them. A parametrization (weight norm, spectral norm) has the
-    role of the layer whose weight it makes.
+    What a parameter is follows from the class of the layer that computes with it, if it is one of torch's, and from the
+    names of attributes. **The name of a class decides nothing**: FSDP2 renames classes, and wrappers hide them. A
+    parametrization (weight norm, spectral norm) has the role of the layer whose weight it makes.
 
     The first role of this list that fits is taken; for a tied parameter, the first that fits in any of its places:
 
     - `state`: belongs to a recurrence, by its name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
       `time_first`, `time_mix_...` (RWKV), of any shape;
-    - `norm`: held by torch's LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or their subclasses; by another
-      layer with an epsilon (`eps`, `variance_epsilon`) which has only parameters named as `weight`, `scale`, `bias`;
-      or a raw parameter with such a name, or in a layer with such a name (`norm`, `attn_norm`), of any shape;
+    - `norm`: held by torch's LayerNorm, RMSNorm, GroupNorm, BatchNorm, InstanceNorm or their subclasses; or a raw
+      parameter with such a name, or `weight`, `scale`, `bias` of a layer with such a name (`norm`, `attn_norm`), of any
+      shape;
     - `bias`: has such a name (`bias`, `in_proj_bias`, `bias_hh_l0`, `biases.0`, `b1`) and any shape, such as (experts,
       out); or is the table of an embedding with such a name (T5's `relative_attention_bias`);
     - `vector`: fewer than two dimensions; a raw parameter with at most one dimension larger than 1; the scale of a
       weight norm;
-    - `embedding`: held by an `nn.Embedding`, an `nn.EmbeddingBag` or a layer with `num_embeddings`; or a raw parameter
-      named as a token or a position (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `rel_pos_h`), or
-      `weight` of a layer with such a name;
-    - `router`: chooses the experts of a token: lies in a module named `router`, `gating`, `wg`; a `gate` beside
-      experts; or a matrix beside experts with one output for each of them;
+    - `embedding`: held by an `nn.Embedding` or an `nn.EmbeddingBag`; or a raw parameter named as a token or a position
+      (`cls_token`, `register_tokens`, `mask_token`, `pos_embed`, `rel_pos_h`), or `weight` of a layer with such a name;
+    - `router`: lies in a module named `router`, `gating`, `wg`; or is a `gate` beside experts;
     - `head`: makes the outputs, see `head_weights`; tied to an embedding, it is an `embedding`;
     - `expert`: lies in a module named `experts`, or is a raw parameter of three dimensions, a stack of matrices;
     - `matrix`: everything else: linear layers, convolutions.
+
+    A module can declare the outputs of each part of a fused projection in a dict `_matrices`:
+    `{"qkv.weight": [512, 128, 128]}`, with names as seen from that module. `layout_of` has the other layouts.
 
     A parameter is `exempt` from weight decay if it has a true attribute `_no_weight_decay`, as in the mamba_ssm
     package; if a module above it lists its name (seen from there) in a collection `_no_weight_decay`; or if the method
@@ -206,14 +194,11 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
         https://github.com/state-spaces/mamba/blob/main/mamba_ssm/modules/mamba2.py. transformers 5 has no such mark:
         its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
-    model = Model(module)
-    for place in model.places:
-        _refuse_unreadable(place)
-    exempt, heads = {id(param) for param in _exempted(model)}, {id(param) for param in head_weights(model)}
-    declared = declared_parts(model)
-    experts = _numbers_of_experts(model)
+    layers, places = _layers(module), _places(module)
+    exempt, heads = {id(param) for param in _exempted(layers, places)}, {id(param) for param in head_weights(module)}
+    declared, experts = _declared_parts(layers, places), _beside_experts(layers, places)
     found: dict[int, RoledParam] = {}
-    for place in model.places:
+    for place in places:
         param = place.param
         if not param.requires_grad:
             continue
@@ -222,7 +207,7 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
             role = "head" if id(param) in heads else _role_of_matrix(place, experts)
         known = found.get(id(param))
         if known is None or _ORDER.index(role) < _ORDER.index(known.role):
-            layout = layout_of(place, model, role, heads, declared.get(id(param))) if role in MATRICES else None
+            layout = _layout(place, role, declared.get(id(param))) if role in MATRICES else None
             name = place.name if known is None else known.name
             found[id(param)] = RoledParam(name, param, role, id(param) in exempt, layout)
     if not found:
@@ -239,15 +224,10 @@ def _role(place: Place) -> Role:
     if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, layer._parameters))):
         return "state"
     if is_product(layer):
-        return "bias" if _BIAS.search(local) else "vector" if param.ndim < 2 or place.is_scale else "matrix"
-    if (
-        isinstance(layer, _NORMS)
-        or _normalizes(layer)
-        or _NORM.search(local)
-        or (_is_leaf(place) and _NORM.search(above))
-    ):
+        return "bias" if _BIAS.search(local) else "matrix" if place.is_matrix else "vector"
+    if isinstance(layer, _NORMS) or _NORM.search(local) or (local in _SCALES and _NORM.search(above)):
         return "norm"
-    embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag) or hasattr(layer, "num_embeddings")
+    embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     # the parameter of an nn.Embedding is named `weight`: the embedding's own name tells its role
     if _BIAS.search(local) or (embeds and _BIAS.search(above)):
         return "bias"
@@ -255,59 +235,71 @@ def _role(place: Place) -> Role:
         return "vector"
     if embeds or _EMBEDDING.search(local) or (local == "weight" and _EMBEDDING.search(above)):
         return "embedding"
-    return "vector" if place.is_scale or sum(size > 1 for size in param.shape) < 2 else "matrix"
+    return "matrix" if place.is_matrix and sum(size > 1 for size in param.shape) > 1 else "vector"
 
 
-def _normalizes(layer: nn.Module) -> bool:
-    """Whether a layer that is not torch's looks like a norm: an epsilon, and nothing to train but scale and shift."""
-    has_epsilon = any(isinstance(getattr(layer, name, None), float) for name in _EPSILONS)
-    return has_epsilon and _SCALES.issuperset(layer._parameters.keys()) and not any(True for _ in layer.children())
+def _role_of_matrix(place: Place, beside_experts: set[str]) -> Role:
+    """`router`, `expert` or `matrix`; `beside_experts` are the names of the modules that have experts."""
+    path = place.parts[:-1]
+    if any(map(_EXPERTS.fullmatch, path)):
+        return "expert"
+    is_gate = bool(path) and _GATE.fullmatch(path[-1]) and ".".join(path[:-1]) in beside_experts
+    if is_gate or any(map(_ROUTER.fullmatch, path)):
+        return "router"
+    return "expert" if place.param.ndim == 3 and not is_product(place.layer) else "matrix"
 
 
-def _is_leaf(place: Place) -> bool:
-    return place.local in _SCALES and not any(True for _ in place.layer.children())
+def _beside_experts(layers: dict[str, nn.Module], places: list[Place]) -> set[str]:
+    """The names of the modules that have a submodule named `experts`, or a stack of matrices of their own."""
+    stacks = (place for place in places if place.param.ndim == 3 and not is_product(place.layer))
+    named = {path.rpartition(".")[0] for path in layers if path and _EXPERTS.fullmatch(path.rpartition(".")[2])}
+    return named | {place.path for place in stacks if _role(place) == "matrix"}
 
 
-def _role_of_matrix(place: Place, experts: dict[str, int]) -> Role:
-    """`router`, `expert` or `matrix`; `experts` are the numbers of experts of the modules that have some, by name."""
-    path, param = place.parts[:-1], place.param
-    own, above = (path or [""])[-1], ".".join(path[:-1])
-    if not any(map(_EXPERTS.fullmatch, path)):
-        counts = {experts.get(above), experts.get(place.path)} - {None, 0}
-        if any(map(_ROUTER.fullmatch, path)) or (_GATE.fullmatch(own) and above in experts):
-            return "router"
-        if param.ndim == 2 and param.shape[0] in counts:
-            return "router"
-    is_stack = param.ndim == 3 and not is_product(place.layer)
-    return "expert" if is_stack or any(map(_EXPERTS.fullmatch, path)) else "matrix"
+def _layout(place: Place, role: Role, declared: list[int] | None) -> MatrixLayout:
+    """The layout of a parameter, with the parts that its module declares."""
+    name = (place.parts[-2:-1] or [""])[0] if place.local == "weight" else place.local
+    layout = layout_of(place.layer, name, role, place.param.shape)
+    if declared is None:
+        return layout
+    if sum(declared) != layout.outputs:
+        raise UsageError(
+            f"_matrices: {place.name} has {layout.outputs} rows, and not {sum(declared)}: correct the numbers"
+        )
+    return layout._replace(parts=tuple(declared), interleaved=False)
 
 
-def _numbers_of_experts(model: Model) -> dict[str, int]:
-    """The number of experts by the name of the module in which they lie; 0 where it is not known."""
-    found: dict[str, int] = {}
-    for path, layer in model.layers.items():
-        above, _, local = path.rpartition(".")
-        if path and _EXPERTS.fullmatch(local):
-            count = len(layer) if isinstance(layer, nn.ModuleList) else 0
-            found[above] = max(found.get(above, 0), count)
-    for place in model.places:
-        if place.param.ndim == 3 and not is_product(place.layer) and _role(place) == "matrix":
-            path = place.path.rpartition(".")[0] if _EXPERTS.fullmatch((place.parts[-2:-1] or [""])[0]) else place.path
-            found[path] = max(found.get(path, 0), place.param.shape[0])
-    return found
+def _declared_parts(layers: dict[str, nn.Module], places: list[Place]) -> dict[int, list[int]]:
+    """The outputs of each matrix in the weights that modules name in a dict `_matrices`, by the parameter's id."""
+    sizes = ((path, getattr(owner, "_matrices", {})) for path, owner in layers.items())
+    return {id(_named(places, path, name, "_matrices")): list(of[name]) for path, of in sizes for name in of}
 
 
-def _exempted(model: Model) -> Iterator[Parameter]:
-    for path, owner in model.layers.items():
+def _named(places: list[Place], path: str, name: str, where: str) -> Parameter:
+    """The parameter `name` as seen from the module called `path`."""
+    full = f"{path}.{name}" if path else name
+    for place in places:
+        if full in (place.name, ".".join(place.parts)):
+            return place.param
+    raise UsageError(f"{where} of module '{path}' names '{name}', which is no parameter of it: correct the name")
+
+
+def _exempted(layers: dict[str, nn.Module], places: list[Place]) -> Iterator[Parameter]:
+    for path, owner in layers.items():
         for name in _names(getattr(owner, "_no_weight_decay", ()), f"_no_weight_decay of module '{path}'"):
-            if (param := model.parameter(path, name)) is None:
-                raise UsageError(
-                    f"_no_weight_decay of module '{path}' names '{name}', which is no parameter of it: correct the name"
-                )
-            yield param
+            yield _named(places, path, name, "_no_weight_decay")
         if callable(method := getattr(owner, "no_weight_decay", None)):
-            yield from _matching(model, path, _names(method(), f"no_weight_decay() of module '{path}'"))
-    yield from (place.param for place in model.places if getattr(place.param, "_no_weight_decay", False))
+            patterns, prefix = _names(method(), f"no_weight_decay() of module '{path}'"), f"{path}." if path else ""
+            # timm's models of one family share a list; each has only some of its names, and some names are modules
+            for place in places:
+                name = place.name.removeprefix(prefix)
+                if place.name.startswith(prefix) and any(_matches(name, pattern) for pattern in patterns):
+                    yield place.param
+    yield from (place.param for place in places if getattr(place.param, "_no_weight_decay", False))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 def _names(listed: Any, where: str) -> Collection[str]:
@@ -317,19 +309,12 @@ def _names(listed: Any, where: str) -> Collection[str]:
     return listed
 
 
-def _matching(model: Model, path: str, patterns: Collection[str]) -> Iterator[Parameter]:
-    # timm's models of one family share a list; each has only some of its names, and some names are modules
-    for name, param in model.below(path):
-        if any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns):
-            yield param
-
-
-def _refuse_unreadable(place: Place) -> None:
+def _refuse_unreadable(name: str, param: Parameter) -> None:
     # torch's mark on FSDP1's parameters: flat shards, which show neither role nor dimensions
-    if getattr(place.param, "_fsdp_flattened", False):
+    if getattr(param, "_fsdp_flattened", False):
         raise UsageError(
-            f"parameter '{place.name}' was flattened by FSDP1, which hides what decays: "
+            f"parameter '{name}' was flattened by FSDP1, which hides what decays: "
             "shard with FSDP2 (FSDP2Strategy) instead"
         )
-    if is_lazy(place.param):
-        raise UsageError(f"parameter '{place.name}' has no shape yet: run one batch through the lazy module first")
+    if is_lazy(param):
+        raise UsageError(f"parameter '{name}' has no shape yet: run one batch through the lazy module first")

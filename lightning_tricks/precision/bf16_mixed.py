@@ -1,6 +1,6 @@
 """bf16 products over fp32 weights: the default for pretraining on everything since Ampere; and what others share."""
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._lightning import pl
 from lightning_tricks._refusals import refuse
 from lightning_tricks._trainer import trainer_of
-from lightning_tricks.optim.bf16_step import take_masters
-from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 
 class AutocastPrecision(pl.plugins.Precision):
@@ -52,13 +50,6 @@ class AutocastPrecision(pl.plugins.Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Wrap a forward pass. Weight casts are not cached: activation checkpointing must cast them again."""
         return torch.autocast(self.device, dtype=self._dtype, enabled=self._autocasts, cache_enabled=False)
-
-    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Take the fp32 masters over from a checkpoint of `BF16True`."""
-        for layer in (layer for optimizer in optimizers for layer in layers_of(optimizer)):
-            with suppress(AttributeError):  # Lookahead of pytorch_optimizer has no hook; the one inside has
-                layer.register_load_state_dict_post_hook(take_masters)
-        return model, optimizers, lr_schedulers
 
 
 def _casts_by_fsdp2(module: nn.Module, dtype: torch.dtype) -> bool:

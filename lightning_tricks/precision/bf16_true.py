@@ -1,18 +1,17 @@
-"""bf16 weights that keep learning: 8 to 16 bytes a parameter with AdamW, and no update lost to rounding."""
+"""bf16 weights that keep learning: 12 bytes a parameter with AdamW, and no update lost to rounding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import bfloat16, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import bound_to_buffers
 from lightning_tricks._trainer import trainer_of
-from lightning_tricks.optim.bf16_step import BF16Step, StateType, Update
+from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
@@ -42,30 +41,25 @@ class BF16True(AutocastPrecision):
 
     Lightning's `precision: bf16-true` rounds every update to the nearest bf16 value, so that a weight never moves if
     its updates are below half a spacing (1/512 to 1/256 of the weight). Here any optimizer computes its step in fp32,
-    and the result is rounded stochastically, or kept in fp32 masters. Autocast is on too, so that losses and softmax
-    run in fp32, and inputs meet fp32 buffers without an error; under FSDP2 the sharding casts instead (`fsdp2_policy`).
-    Buffers, batch norm and layers with spectral norm keep their dtype. Gradients are accumulated, clipped and measured
-    in bf16.
+    and the result is rounded stochastically. Autocast is on too, so that losses and softmax run in fp32, and inputs
+    meet fp32 buffers without an error; under FSDP2 the sharding casts instead (`fsdp2_policy`). Buffers, batch norm and
+    layers with spectral norm keep their dtype. Gradients are accumulated, clipped and measured in bf16.
 
     Layers that `configure_model` builds become bf16 one by one, each when it is assigned to a module: it has drawn its
     weights in fp32 until then, and the whole model never takes 4 bytes a parameter. The rest is converted when training
     starts.
 
-    Bytes a parameter with AdamW (weight, gradient, two averages, master): 12 by default; 8 with bf16 state; 16 with
-    masters; 12 with masters and bf16 state. In addition, 256 MiB or the largest parameter's copies during a step.
+    Bytes a parameter with AdamW (weight, gradient, two averages): 2 + 2 + 8 = 12. In addition, 256 MiB or the largest
+    parameter's copies during a step.
 
     The rounding has random generators of its own, so the model's random state is that of a run without the plugin.
     Replicas round alike. Seed and number of steps are in the checkpoint: a resumed run rounds as the uninterrupted one.
-
-    Args:
-        update: `stochastic_rounding` (unbiased, no memory) or `fp32_masters` (4 bytes a parameter more, exact).
-        optimizer_state: storage dtype of optimizer state of a parameter's shape.
 
     Attributes:
         fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
 
     Raises:
-        UsageError: an unknown option value; when training starts, under a strategy with a precision of its own (FSDP1,
+        UsageError: when training starts, under a strategy with a precision of its own (FSDP1,
             DeepSpeed), or with an optimizer that calls its closure more than once, such as LBFGS, or that keeps the
             temporary fp32 copies of a step, as heavyball's do.
 
@@ -74,20 +68,12 @@ class BF16True(AutocastPrecision):
 
     precision: Literal["bf16-true"] = "bf16-true"
 
-    def __init__(self, update: Update = "stochastic_rounding", optimizer_state: StateType = "fp32") -> None:
-        for name, value, known in (("update", update, Update), ("optimizer_state", optimizer_state, StateType)):
-            if value not in get_args(known):
-                raise UsageError(f"BF16True: {name}={value!r} is not known: give one of {', '.join(get_args(known))}")
+    def __init__(self) -> None:
         super().__init__()
-        self.update = update
-        self.optimizer_state = optimizer_state
         self._strategy: Any = None
         self._seed = 0
         self._steps: list[BF16Step] = []  # of each optimizer, during a fit
         self._counts: list[int] = []  # steps of each optimizer, after a fit
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(update={self.update!r}, optimizer_state={self.optimizer_state!r})"
 
     @contextmanager
     def tensor_init_context(self) -> Iterator[None]:
@@ -118,10 +104,7 @@ class BF16True(AutocastPrecision):
         # once and from rank 0: a module may set another seed during training, each rank its own
         seed = torch.initial_seed()
         self._seed = self._strategy.broadcast(seed) if self._strategy is not None else seed
-        self._steps = [
-            BF16Step(optimizer, self.update, self.optimizer_state, self._seed + index)
-            for index, optimizer in enumerate(optimizers)
-        ]
+        self._steps = [BF16Step(optimizer, self._seed + index) for index, optimizer in enumerate(optimizers)]
         return model, optimizers, lr_schedulers
 
     def state_dict(self) -> dict[str, Any]:

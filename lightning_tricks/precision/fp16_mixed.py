@@ -85,7 +85,7 @@ class FP16Mixed(AutocastPrecision):
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Refuse LBFGS and fp16 weights; take the fp32 masters over from a checkpoint of `BF16True`."""
+        """Refuse LBFGS and fp16 weights."""
         if self.scaler is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UsageError(
                 "optimizer: LBFGS computes its loss several times a step, FP16Mixed scales it once: use AdamW"

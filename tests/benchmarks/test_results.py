@@ -102,7 +102,7 @@ def test_sharding_shows_in_the_bytes_of_a_process():
     one = held["one"]
     assert one["weights"] == one["gradients"] == 4 * newest["parameters"]
     assert one["optimizer"] == pytest.approx(2 * one["weights"], rel=1e-3)  # and a step count for each tensor
-    for name in ("fsdp2", "fsdp2_compiled", "hsdp", "fsdp1"):
+    for name in ("fsdp2", "fsdp2_compiled", "hsdp"):
         for part in ("weights", "gradients", "optimizer", "total"):
             assert held[name][part] == pytest.approx(one[part] / 2, rel=0.01), (name, part)
     assert held["ddp"]["total"] == pytest.approx(20 / 16 * one["total"], rel=0.01)

@@ -73,7 +73,7 @@ def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
 
 @pytest.mark.parametrize("parts", [(), ("weights",), ("weights", "averages"), ("weights", "optimizers", "averages")])
 def test_of_a_folder_only_the_parts_are_read_that_are_asked_for(tmp_path, parts):
-    averages = {"ema": {"weights": {"mean": {"c": torch.full((1,), 3.0)}}, "shares": {"mean": 1.0}}}
+    averages = {"ema": {"weights": {"mean": {"c": torch.full((1,), 3.0)}}}}
     shards = {"state_dict": WEIGHTS, "optimizer_0": NAMED, "averages": averages}
     folder = write_shards(tmp_path / "at.ckpt", shards)
     found = open_checkpoint(folder, parts=parts)

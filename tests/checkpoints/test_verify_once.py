@@ -1,4 +1,4 @@
-"""Each byte of a checkpoint is verified once on a host, however many of a run's ranks load it."""
+"""Each byte of a checkpoint is verified once on a host, by the first of its ranks."""
 
 import os
 import sys
@@ -34,11 +34,12 @@ def load_twice_then_a_damaged_one(rank: int, folder: Path) -> tuple[list[str], l
         dist.init_process_group("gloo")
         read, io = counted(patch), AtomicCheckpointIO()
         weights = [io.load_checkpoint(folder / "whole.ckpt")["state_dict"]["weight"].sum().item() for _ in range(2)]
+        line = ""
         try:
             io.load_checkpoint(folder / "damaged.ckpt")
         except UsageError as error:
             line = str(error)
-        dist.barrier()  # rank 0 holds the store, and would leave with it
+        dist.barrier()
         return read, weights, line
 
 
@@ -48,30 +49,14 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_one_of_three_ranks_reads_for_all_and_all_take_its_answer(tmp_path):
+def test_the_first_of_two_ranks_reads_the_bytes_and_refuses_damage(tmp_path):
     for name in ("whole.ckpt", "damaged.ckpt"):
         write_file(CONTENT, tmp_path / name)
     damage(tmp_path / "damaged.ckpt")
-    found = run(load_twice_then_a_damaged_one, tmp_path, world=3)
-    assert sorted(name for read, *_ in found for name in read) == ["damaged.ckpt", "whole.ckpt", "whole.ckpt"]
-    assert {tuple(weights) for _, weights, _ in found} == {(9.0, 9.0)}
-    (line,) = {line for *_, line in found}
-    assert line.startswith(f"damaged: {tmp_path}/damaged.ckpt has other bytes in ")
-
-
-def test_a_rank_that_loads_alone_waits_for_nobody(tmp_path):
-    write_file(CONTENT, tmp_path / "whole.ckpt")
-    assert sorted(run(load_on_one, tmp_path)) == [0, 2]
-
-
-def load_on_one(rank: int, folder: Path) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        dist.init_process_group("gloo")
-        read = counted(patch)
-        for _ in range(2 * (rank == 0)):
-            AtomicCheckpointIO().load_checkpoint(folder / "whole.ckpt")
-        dist.barrier()
-        return len(read)
+    first, other = run(load_twice_then_a_damaged_one, tmp_path)
+    assert first[:2] == (["whole.ckpt", "whole.ckpt", "damaged.ckpt"], [9.0, 9.0])
+    assert first[2].startswith(f"damaged: {tmp_path}/damaged.ckpt has other bytes in ")
+    assert other == ([], [9.0, 9.0], "")
 
 
 def resume(rank: int, folder: Path) -> tuple[list[str], str, int]:
@@ -96,3 +81,18 @@ def test_a_run_that_a_launcher_resumes_reads_what_it_chooses_once_and_nothing_at
     assert sorted(name for read, *_ in found for name in read) == ["step=2.ckpt", "step=4.ckpt"]
     assert {path for _, path, _ in found} == {str(tmp_path / "saved" / "step=2.ckpt")}
     assert [step for *_, step in found] == [6, 6]
+
+
+def refuse(rank: int, folder: Path) -> str:
+    os.chdir(folder)
+    trainer = trainer_with(SafeCheckpoint("saved"), devices=2, strategy="ddp", plugins=[AtomicCheckpointIO()])
+    with pytest.raises(UsageError) as error:
+        choose_once("fit", {"resume": "auto"}, trainer)
+    return str(error.value)
+
+
+def test_what_the_first_rank_refuses_all_refuse(tmp_path):
+    write_file(CONTENT, tmp_path / "saved" / "step=4.ckpt")
+    damage(tmp_path / "saved" / "step=4.ckpt")
+    (line,) = set(run(refuse, tmp_path))
+    assert line.startswith("resume=auto: the only checkpoint in saved cannot be used (the newest: saved/step=4.ckpt")

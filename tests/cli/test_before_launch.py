@@ -51,7 +51,9 @@ FLAT = object.__new__(strategies.FSDPStrategy)
         (SpikeRollback, FLAT, "SpikeRollback: FSDPStrategy keeps weights"),
         (StepGuard, DEEPSPEED, "StepGuard: DeepSpeedStrategy leaves clip and step"),
         (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
-        (lambda: GradNormMonitor(per="block"), FLAT, "GradNormMonitor: per='block' under FSDPStrategy"),
+        (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),
+        (GradNormMonitor, FLAT, "GradNormMonitor: FSDPStrategy holds flat parts of parameters"),
+        (StepGuard, FLAT, "StepGuard: FSDPStrategy holds flat parts of parameters"),
         (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),
     ],
 )

@@ -48,7 +48,7 @@ def test_averages_inside_the_checkpoints_are_left_out_and_a_line_says_so(kind, t
     def averages(number):
         content = constants(number, 7)
         means = {name: value + 100 for name, value in content["state_dict"].items() if name != "counter"}
-        return {**content, "averages": {"ema": {"weights": {"mean": means}, "shares": {"mean": 1.0}}}}
+        return {**content, "averages": {"ema": {"weights": {"mean": means}}}}
 
     paths = [save(averages(number), tmp_path / f"{number}.ckpt", kind) for number in (1.0, 2.0)]
     content = average(tmp_path / "mean.ckpt", *paths)

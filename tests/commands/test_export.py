@@ -148,11 +148,11 @@ def test_the_name_of_a_special_token_is_one_id_in_transformers_unless_it_is_told
 def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
     content = checkpoint(CASES["qwen3"])
     mean = {name: value + 1 for name, value in content["state_dict"].items()}
-    content["averages"] = {"ema": {"weights": {"mean": mean}, "shares": {"raw": 0.25, "mean": 0.75}}}
+    content["averages"] = {"ema": {"weights": {"mean": mean}}}
     path = save(content, tmp_path / "saved.ckpt", kind)
     folder = export(path, tmp_path / "out", "--average", "ema")
     found = load_file(folder / "model.safetensors")["model.norm.weight"]
-    torch.testing.assert_close(found, content["state_dict"]["decoder.norm.weight"] + 0.75)
+    torch.testing.assert_close(found, content["state_dict"]["decoder.norm.weight"] + 1)
     assert "the average `ema`" in (folder / "README.md").read_text()
     with pytest.raises(UsageError, match=r"average=tail: .* holds no such average of the weights: it holds ema"):
         export(path, tmp_path / "other", "--average", "tail")

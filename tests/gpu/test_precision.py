@@ -22,8 +22,6 @@ PLUGINS = {
     "bf16_mixed": BF16Mixed,
     "fp16_mixed": FP16Mixed,
     "bf16_true": BF16True,
-    "bf16_true_bf16_state": lambda: BF16True(optimizer_state="bf16"),
-    "bf16_true_masters": lambda: BF16True(update="fp32_masters"),
     "fp8_tensorwise": lambda: Float8("tensorwise", convert_small=True),
     "fp8_rowwise": lambda: Float8("rowwise", convert_small=True),
     "fp8_rowwise_with_gw_hp": lambda: Float8("rowwise_with_gw_hp", convert_small=True),

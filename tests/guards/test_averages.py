@@ -141,54 +141,35 @@ def test_a_horizon_is_another_word_for_the_decay():
     assert EMA(horizon_steps=150).decay == 1 - 1 / 150
 
 
-def test_a_blend_mixes_the_average_with_the_weights():
-    module = Counter()
-    fit(module, EMA(decay=0.5, warmup=False, blend=0.25), steps=2, val_check_interval=1)
-    assert module.seen == {0: 0.0, 1: 0.875, 2: 0.25 * 1.25 + 0.75 * 2}
-
-
 def test_a_tail_average_ends_as_the_mean_over_the_last_steps():
     module = Counter()
     fit(module, TailAverage(horizon_steps=4), steps=10, val_check_interval=1)
-    # windows end at 2, 6 and 10; until 2 the mean since the start, between 6 and 10 from one mean towards the other
-    means = {0: 0, 1: 1, 2: 1.5, 6: 4.5, 7: 0.75 * 4.5 + 0.25 * 7, 8: 0.5 * 4.5 + 0.5 * 7.5, 10: 8.5}
+    # windows end at 2, 6 and 10; until 2 the mean since the start
+    means = {0: 0, 1: 1, 2: 1.5, 5: 1.5, 6: 4.5, 7: 4.5, 8: 4.5, 10: 8.5}
     assert {step: module.seen[step] for step in means} == pytest.approx(means)
 
 
 def test_a_tail_average_may_take_in_every_second_step_only():
     module = Counter()
-    fit(module, TailAverage(horizon_steps=4, every_n_steps=2, blend=0.5), steps=8, val_check_interval=1)
-    means = {1: 0, 2: 2, 3: 2, 4: 3, 6: 0.5 * 3 + 0.5 * 6, 7: 4.5, 8: 7}
-    assert {step: module.seen[step] for step in means} == pytest.approx(
-        {step: 0.5 * step + 0.5 * mean for step, mean in means.items()}
-    )
+    fit(module, TailAverage(horizon_steps=4, every_n_steps=2), steps=8, val_check_interval=1)
+    means = {1: 0, 2: 2, 3: 2, 4: 3, 6: 3, 7: 3, 8: 7}
+    assert {step: module.seen[step] for step in means} == pytest.approx(means)
 
 
 @pytest.mark.parametrize(
     ("max_steps", "means"),
     [
-        # the window of 7 to 10 ends at 9, from a quarter of it on; then 13
-        (13, {8: 0.375 * 4.5 + 0.625 * 7.5, 9: 8, 10: 0.75 * 8 + 0.25 * 10, 13: 11.5}),
-        # it would end at 7 or 11: it is one and a quarter
-        (11, {8: 0.5625 * 4.5 + 0.4375 * 7.5, 9: 0.375 * 4.5 + 0.625 * 8, 11: 9}),
+        (13, {8: 4.5, 9: 8, 10: 8, 13: 11.5}),  # the window of 7 to 10 ends at 9, then 13
+        (11, {8: 4.5, 9: 4.5, 11: 9}),  # it would end at 7 or 11: it is one and a quarter
         (8, {8: 7.5}),
-        (14, {8: 0.5 * 4.5 + 0.5 * 7.5, 10: 8.5, 14: 12.5}),
+        (14, {8: 4.5, 10: 8.5, 14: 12.5}),
     ],
 )
-def test_a_tail_average_goes_on_without_a_jump_where_the_runs_end_moves(max_steps, means, tmp_path):
+def test_the_windows_of_a_tail_average_end_with_the_run_where_its_end_moves(max_steps, means, tmp_path):
     average, other, module = TailAverage(horizon_steps=4), TailAverage(horizon_steps=4), Counter()
     fit(Counter(), average, SafeCheckpoint(tmp_path, every_n_train_steps=7), steps=10, val_check_interval=1)
     fit(module, other, steps=max_steps, val_check_interval=1, ckpt_path=tmp_path / "step=7.ckpt")
     assert {step: module.seen[step] for step in means} == pytest.approx(means)
-
-
-def test_a_tail_average_of_the_first_release_goes_on():
-    whole, other = TailAverage(horizon_steps=4), TailAverage(horizon_steps=4)
-    fit(Counter(), whole, steps=7)  # windows end at 3 and 7
-    old = {"step": 5, "taken": 2, "windows": 1}
-    other.parts = {"last_window": 0.5, "running_window": 0.5}
-    other.load_progress(old)
-    assert (other._begun, other._end, other._share) == (3, 7, 0.0)
 
 
 class Phases(pl.LightningModule):
@@ -209,20 +190,19 @@ class Phases(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-@pytest.mark.parametrize("blend", [1.0, 0.5])
-def test_complex_weights_are_averaged_validated_and_saved(blend, tmp_path):
-    averages = EMA(decay=0.5, warmup=False, blend=blend), TailAverage(horizon_steps=2, validate=False)
+def test_complex_weights_are_averaged_validated_and_saved(tmp_path):
+    averages = EMA(decay=0.5, warmup=False), TailAverage(horizon_steps=2, validate=False)
     module = Phases()
     fit(module, *averages, SafeCheckpoint(tmp_path), steps=2, val_check_interval=2)
     step = 1 + 2j
     ema = 1.25 * step
     assert torch.equal(module.phase, torch.full((2, 3), 2 * step))
-    assert torch.allclose(module.seen[-1], torch.full((2, 3), blend * ema + (1 - blend) * 2 * step))
-    for name, mean in (("ema", blend * ema + (1 - blend) * 2 * step), ("tail_average", 1.5 * step)):
+    assert torch.allclose(module.seen[-1], torch.full((2, 3), ema))
+    for name, mean in (("ema", ema), ("tail_average", 1.5 * step)):
         loaded = Phases()
         load_weights(loaded, tmp_path / "last.ckpt", average=name)
         assert torch.allclose(loaded.phase, torch.full((2, 3), mean))
-    again = EMA(decay=0.5, warmup=False, blend=blend)
+    again = EMA(decay=0.5, warmup=False)
     fit(Phases(), again, steps=3, ckpt_path=tmp_path / "last.ckpt")
     assert torch.allclose(torch.view_as_complex(again.terms["mean"][0]), torch.full((2, 3), (1.25 + 3) / 2 * step))
 
@@ -288,7 +268,6 @@ def test_large_weights_of_bf16_are_copied_a_part_at_a_time(monkeypatch):
 PRECISIONS = pytest.mark.parametrize("plugin", [None, BF16True], ids=["fp32", "bf16"])
 KINDS = {
     "ema": lambda: EMA(decay=0.9),
-    "blend": lambda: EMA(decay=0.9, blend=0.6),
     "tail": lambda: TailAverage(horizon_steps=3),
     "only_saved": lambda: EMA(decay=0.9, validate=False),
 }
@@ -307,13 +286,12 @@ def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plug
     assert [same(a, b) for a, b in zip(averaged.seen[1:], plain.seen[1:], strict=True)] == [kind == "only_saved"] * 5
     name = "tail_average" if kind == "tail" else "ema"
     share = trainer.callback_metrics.get(f"val/{name}_share")
-    assert share == {"blend": 0.6, "only_saved": None}.get(kind, 1.0) or float(share) == pytest.approx(0.6)
+    assert share == (None if kind == "only_saved" else 1.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"blend": 0.6}], ids=["alone", "blend"])
 @PRECISIONS
-def test_a_validation_leaves_the_average_as_it_was_to_the_bit(plugin, options):
-    used, kept = EMA(decay=0.9, **options), EMA(decay=0.9, validate=False)
+def test_a_validation_leaves_the_average_as_it_was_to_the_bit(plugin):
+    used, kept = EMA(decay=0.9), EMA(decay=0.9, validate=False)
     for ema in (used, kept):
         fit(Net(), ema, steps=5, plugin=plugin)
     assert all(torch.equal(a, b) for a, b in zip(used.terms["mean"], kept.terms["mean"], strict=True))
@@ -379,7 +357,7 @@ def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weigh
     assert trainer.callback_metrics["val/ema_share"] == 0
 
 
-@pytest.mark.parametrize("kind", ["ema", "blend"])
+@pytest.mark.parametrize("kind", ["ema", "tail"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
     module, callback = Net(), KINDS[kind]()
@@ -420,7 +398,7 @@ def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("kind", ["ema", "blend", "tail"])
+@pytest.mark.parametrize("kind", ["ema", "tail"])
 def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_is_saved(kind, tmp_path):
     module, plain = Net(), Net()
     during = []
@@ -456,7 +434,7 @@ def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plug
     module, resumed = Net(), KINDS[kind]()
     fit(module, ExactResume(), resumed, ckpt_path=tmp_path / "step=5.ckpt", plugin=plugin)
     assert same(copy_of(module), copy_of(unbroken))
-    assert (resumed.progress(), resumed.parts) == (whole.progress(), whole.parts)
+    assert resumed.progress() == whole.progress()
     for term, average in whole.terms.items():
         assert all(torch.equal(a, b) for a, b in zip(average, resumed.terms[term], strict=True)), term
     assert all(same(a, b) for a, b in zip(module.seen, unbroken.seen[-3:], strict=True))
@@ -512,8 +490,6 @@ def test_a_checkpoint_without_an_average_begins_one_and_says_so(tmp_path):
         (lambda: EMA(horizon_steps=math.nan), "EMA: horizon_steps=nan: give a finite number above 1"),
         (lambda: EMA(horizon_steps=math.inf), "EMA: horizon_steps=inf: give a finite number above 1"),
         (lambda: EMA(decay=0.9, horizon_steps=9), "EMA: decay=0.9 and horizon_steps=9 say the same: give one of them"),
-        (lambda: EMA(blend=0), "EMA: blend=0: give a share of the average, above 0, up to 1"),
-        (lambda: TailAverage(blend=1.5), "TailAverage: blend=1.5: give a share"),
         (lambda: TailAverage(horizon_steps=0), "TailAverage: horizon_steps=0: give at least 1"),
         (lambda: TailAverage(100, 30), "TailAverage: every_n_steps=30 does not divide horizon_steps=100: give a div"),
         (lambda: TailAverage(100, 0), "TailAverage: every_n_steps=0 does not divide"),

@@ -17,7 +17,6 @@ import torchmetrics
 from harness import processes
 from harness.runs import On
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks import _exit
@@ -27,7 +26,7 @@ from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog
 from lightning_tricks.guards.watchdog.channel import Verdict
-from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, communicates, judge, uneven
+from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, judge
 from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
@@ -292,18 +291,18 @@ def test_two_checkpoints_one_after_the_other_are_two_places(tmp_path, clock, rep
 
 
 class Told:
-    """A connection over which the ranks have said how long the one behind may stay where it is."""
+    """A connection over which rank 0 tells, when this rank is overdue, how long the one behind may stay where it is."""
 
-    was_open, asked, last_words = True, 0, None
+    was_open, is_open, rank_0_left, verdict = True, True, False, None
+    rank_0 = Process(0, 2, "node7", 1)
 
     def __init__(self, clock: Clock, *waits: float) -> None:
         self.clock, self.waits, self.asked_at = clock, list(waits), []
 
-    def ask_all(self, place, number):
-        self.asked_at.append(self.clock.now)
-        return Verdict(len(self.asked_at), "rank 0 of 2 on here is behind: ...", (), self.waits.pop(0))
-
-    def publish(self, place):
+    def publish(self, place, overdue):
+        if overdue and self.waits:
+            self.asked_at.append(self.clock.now)
+            self.verdict = Verdict("rank 0 of 2 on here is behind: ...", [], self.waits.pop(0))
         return True
 
 
@@ -442,7 +441,7 @@ def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
 
 
 def test_the_rank_that_began_the_fewest_collectives_is_behind():
-    waits = {"part": "backward", "collectives": {"0": 12}, "in_collective": False}
+    waits = {"part": "backward", "collectives": {"0": 12}}
     behind = place(1, part="backward", collectives={"0": 11}, detail="hook.py:3 in slow")
     line = "rank 1 of 3 on node7 is behind: in the backward of step 8: hook.py:3 in slow"
     assert named(place(0, **waits), behind, place(2, **waits)) == line
@@ -464,20 +463,12 @@ def test_on_a_mesh_the_rank_that_no_neighbour_is_behind_of_is_behind():
     assert named(*reversed(ranks)) == named(*ranks)
 
 
-def test_without_that_count_the_rank_at_the_earliest_place_is_behind():
+def test_without_that_count_the_rank_that_has_fetched_the_fewest_batches_is_behind():
     ranks = [place(0, part="backward"), place(1, part="loader", micro_batches=7, step=6, detail="DataLoader")]
     line = "rank 1 of 3 on node7 is behind: waiting for the training loader before step 7: DataLoader"
     assert named(*ranks, place(2, part="forward")) == line
-    assert named(place(0, part="optimizer"), place(1, part="forward"), place(2, part="backward")).startswith("rank 1 ")
-    assert named(*(place(rank, part="validation", evaluating=True) for rank in (0, 1)), place(2, part="")).startswith(
-        "rank 2 of 3"
-    )
-
-
-def test_at_one_place_the_rank_that_is_not_in_a_collective_is_behind():
-    waits = {"part": "forward", "in_collective": True, "detail": "distributed_c10d.py:1 in all_gather"}
-    ranks = [place(0, **waits), place(1, part="forward", detail="model.py:8 in forward"), place(2, **waits)]
-    assert named(*ranks) == "rank 1 of 3 on node7 is behind: in the forward of step 8: model.py:8 in forward"
+    inside = [place(rank, part="validation", evaluating=True) for rank in (0, 1)]
+    assert named(*inside, place(2, part="")).startswith("rank 2 of 3")
 
 
 def test_where_all_are_alike_no_rank_is_accused():
@@ -485,17 +476,10 @@ def test_where_all_are_alike_no_rank_is_accused():
     assert named(*(place(rank, part="loader", detail="DataLoader") for rank in range(3))) == line
 
 
-def test_a_rank_in_a_hook_stands_where_the_hook_comes_in_a_step():
-    hook = lambda rank, name, **values: place(rank, part="hook", where=f"On.{name}", **values)  # noqa: E731
-    before = named(place(0, part="forward"), hook(1, "on_train_batch_start"), place(2, part="backward"))
-    assert before == "rank 1 of 3 on node7 is behind: in On.on_train_batch_start, after step 7"
-    assert named(hook(0, "on_train_batch_end"), place(1, part="optimizer")).startswith("rank 1 of 3")
-    assert named(hook(0, "on_before_optimizer_step"), place(1, part="backward")).startswith("rank 1 of 3")
-    validation = {"evaluating": True, "validation_batches": 3}
-    end = hook(0, "on_validation_epoch_end", **validation)
-    assert named(end, place(1, part="validation", **validation)).startswith("rank 1 of 3")
-    saves = place(1, part="checkpoint", validations=1, validation_batches=3)
-    late = replace(end, seconds=290.0)
+def test_a_rank_in_a_hook_is_named_with_it_and_for_how_long():
+    hook = {"part": "hook", "where": "On.on_validation_epoch_end", "evaluating": True, "validation_batches": 3}
+    late = place(0, seconds=290.0, collectives={"0": 3}, **hook)
+    saves = place(1, part="checkpoint", validations=1, validation_batches=3, collectives={"0": 4})
     assert named(late, saves) == "rank 0 of 3 on node7 is behind: in On.on_validation_epoch_end, after step 7 for 290 s"
 
 
@@ -528,21 +512,6 @@ def test_an_uneven_validation_is_told_from_one_that_is_slow():
     assert named(*slow) == "rank 1 of 3 on node7 is behind: in the validation after step 7, batch 2"
 
 
-def test_different_lengths_are_one_line_with_the_ranks_that_differ():
-    assert uneven([[4], [4], [4]]) is None
-    assert uneven([[float("inf")]] * 2) is None
-    line = uneven([[4, 2], [3, 2], [4, 2], [4, float("inf")]])
-    assert "(rank 0: 4, 2, rank 1: 3, 2, rank 3: 4, unknown)" in line
-    assert line.endswith("such as by Trainer.limit_val_batches=2")
-
-
-def test_a_model_of_fsdp1_needs_all_ranks_and_a_plain_one_does_not():
-    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    torch.nn.Module.__init__(wrapped)
-    assert communicates(torch.nn.Sequential(torch.nn.Linear(1, 1), wrapped))
-    assert not communicates(torch.nn.Sequential(torch.nn.Linear(1, 1)))
-
-
 def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
     assert describe_loader([]) == "a loader"  # its thread has ended
     assert hang_watchdog._collectives() == {}
@@ -562,40 +531,32 @@ def test_many_silent_or_failed_ranks_are_one_short_line():
     assert judge(processes, failed, set())[0].count("has left its run") == 8
 
 
-def test_a_rank_that_has_made_its_report_answers_once_and_says_nothing(reports):
-    """Another rank, which has gone on meanwhile, asks."""
-    answers = []
-    channel = SimpleNamespace(hub=None, asked=1, answer=lambda place, number: answers.append(number))
-
-    def look_twice(trainer, pl_module):
-        own = hang_watchdog._Watch(trainer, HangWatchdog(), channel)
-        own._reported = True
-        own._place = hang_watchdog.read_place(own._place.process, trainer, own._call.stack(), 0)
-        own._look(), own._look()
-
-    fit(Stands(""), On(on_train_start=look_twice))
-    assert (answers, reports.said) == ([1], [])
-
-
 @pytest.mark.parametrize(
     ("channel", "said"),
     [
         ({"was_open": False}, None),  # it could not connect, and has said so
-        ({"last_words": None}, "rank 0 of 2 on node7 gives no sign of life: stopped, gone, or in C code that holds"),
-        ({"last_words": "rank 0 is at the end"}, "rank 0 is at the end"),
-        ({"last_words": ""}, None),
+        ({"is_open": False}, "rank 0 of 2 on node7 gives no sign of life: stopped, gone, or in C code that holds"),
+        ({"is_open": True}, "rank 0 of 2 on node7 gives no sign of life: stopped, gone, or in C code that holds"),
+        ({"is_open": False, "rank_0_left": True}, "rank 0 of 2 on node7 has ended its run: the others have more steps"),
     ],
 )
-def test_without_a_verdict_rank_0_is_named_unless_it_has_ended_in_order(reports, channel, said):
-    rank_0 = Process(0, 2, "node7", 1)
-    defaults = {"hub": None, "was_open": True, "asked": 0, "last_words": None, "rank_0": rank_0}
-    ask_all = lambda place, number: None  # noqa: E731
-    trainer = SimpleNamespace(global_rank=1, world_size=2)
-    own = hang_watchdog._Watch(trainer, HangWatchdog(), SimpleNamespace(**defaults | channel, ask_all=ask_all))
-    line, silent, wait = own._ask_who_is_behind()
-    assert silent == ((rank_0,) if channel == {"last_words": None} else ())
-    assert (line == "") is (said is None)
-    assert (line.startswith(said or ""), wait) == (True, 0.0)
+def test_without_a_verdict_rank_0_is_named_unless_it_has_ended_in_order(clock, reports, channel, said):
+    told, said_then = Told(clock), []
+    vars(told).update(channel)
+
+    def look(*_):
+        looks = Looks(trainer, clock, reports, hook_seconds=300.0)
+        looks.watch._connection = told
+        looks()
+        said_then.extend([looks(299.0), looks(1.0), looks(7.5), looks(1.0), looks(1.0)])
+
+    trainer = trainer_with(On(on_validation_batch_start=look), max_steps=STEP, limit_val_batches=1)
+    trainer.fit(Module(Stands("")), DataLoader(Rows(Stands(""), "")), DataLoader(Rows(Stands(""), "")))
+    waits = told.is_open and told.was_open  # 8 s, for rank 0's answer
+    assert [bool(lines) for lines in said_then] == [False, not waits, False, waits, False]
+    place, *line = said_then[3 if waits else 1]
+    assert " has been in On.on_validation_batch_start, after step 3 for 30" in place
+    assert [each.startswith(f"HangWatchdog: {said}") for each in line] == ([] if said is None else [True])
 
 
 def test_a_process_is_killed_only_if_it_is_the_same_on_this_host():
@@ -632,28 +593,10 @@ def ranks(rank: int, folder: Path) -> None:
     # under FSDP2 both ranks are in the forward, one of them in a collective of it
     stands = Stands("forward" if rank else "", lambda: wait_for_both("is behind: in the forward of step 4"))
     fit(stands, watchdog(1.0), strategy=FSDP2Strategy(), limit_val_batches=0, **options)
-    # without buffers, no rank waits for another one in a validation under DDP
-    for strategy, buffers in (("ddp", False), ("ddp", True), (FSDP2Strategy(), False)):
-        trainer = trainer_with(
-            HangWatchdog(3.0, 20.0, abort=True), strategy=strategy, **{**options, "limit_val_batches": 1.0}
-        )
-        module, loaders = (
-            Module(Stands("")),
-            (DataLoader(Rows(Stands(""), "")), DataLoader([torch.ones(4)] * (5 - 2 * rank))),
-        )
-        if buffers:
-            module.register_buffer("statistics", torch.zeros(4))  # as batch norm has them
-        if not buffers and strategy == "ddp":
-            trainer.fit(module, *loaders)
-            assert trainer.global_step == 6
-            continue
-        with pytest.raises(UsageError, match=r"different numbers of validation batches \(rank 0: 5, rank 1: 3\)"):
-            trainer.fit(module, *loaders)
-        assert trainer.global_step == STEP
     assert line.format(this_process(0, 2).host) in own.read_text()
 
 
-def test_two_ranks_both_dump_and_name_the_one_behind_and_different_lengths_are_refused(tmp_path):
+def test_two_ranks_both_dump_and_name_the_one_behind(tmp_path):
     processes.run(ranks, tmp_path)
     for rank in (0, 1):
         said = (tmp_path / f"said{rank}").read_text()

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +25,6 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks._trainer import RunningCall
 from lightning_tricks.callbacks import HangWatchdog, RankMonitor
 from lightning_tricks.guards.watchdog import rank_monitor
 from lightning_tricks.guards.watchdog.rank_monitor import ExceptHook, is_consequence
@@ -112,8 +110,10 @@ class Program:
         monkeypatch.setattr(rank_monitor, "end_within", self.limits.append)
         monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: self.shown.append(error))
 
-    def fit(self, error: BaseException, hide: bool, children: tuple[subprocess.Popen, ...] = (), then=None) -> None:
-        _call_and_handle_interrupt(lambda: None, error, hide, children, then)
+    def fit(self, error: BaseException, hide: bool, children: tuple[subprocess.Popen, ...] = ()) -> BaseException:
+        """The exception that comes out of a fit."""
+        ExceptHook.mark(raised(error), hide, 2.0, children)
+        return error
 
     def uncaught(self, error: BaseException) -> tuple[list[BaseException], list[float]]:
         """Python's end of a program; what was shown, and the limits that were set."""
@@ -123,101 +123,53 @@ class Program:
         return shown, limits
 
 
-def _call_and_handle_interrupt(trainer_fn, error, hide, children, then):
-    """Lightning's function of that name, with its parameter's, when a fit raises."""
-    fit = RunningCall(ExceptHook.withdraw)
-    assert _call_and_handle_interrupt.__code__ in [frame.f_code for frame in fit.stack()]
-    try:
-        raise error
-    except BaseException:
-        sys.excepthook = ExceptHook(fit, hide, 2.0, list(children))
-        if then is not None:
-            raise then  # noqa: B904 - as a teardown does
-        raise
-
-
-def caught(function: Callable[..., None], *args, **kwargs) -> BaseException:
-    try:
-        function(*args, **kwargs)
-    except BaseException as error:
-        return error
-
-
 def test_on_the_way_out_a_consequence_is_hidden_and_children_are_waited_for_and_ended(monkeypatch):
     program = Program(monkeypatch)
     children = tuple(
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({time_})"]) for time_ in (0, 1000)
     )
-    error = caught(program.fit, RuntimeError(GLOO), True, children)
+    error = program.fit(RuntimeError(GLOO), True, children)
     assert program.uncaught(error) == ([], [7.0])  # a little later than what the children are given
     assert [child.wait(10) for child in children] == [0, -signal.SIGKILL]
 
 
-def test_on_the_way_out_a_teardown_that_breaks_on_a_consequence_is_hidden_as_well(monkeypatch):
-    program = Program(monkeypatch)
-    error = caught(program.fit, RuntimeError(GLOO), True, then=RuntimeError("teardown"))
-    assert str(error) == "teardown"
-    assert program.uncaught(error) == ([], [7.0])
-
-
 def test_a_rank_that_failed_by_itself_shows_its_traceback_and_ends_in_time(monkeypatch):
     program = Program(monkeypatch)
-    error = caught(program.fit, ValueError("mine"), False)
+    error = program.fit(ValueError("mine"), False)
     assert program.uncaught(error) == ([error], [7.0])
 
 
-def test_what_the_program_raises_from_a_failed_fit_is_shown_and_ends_in_time(monkeypatch):
+def test_what_the_program_raises_after_a_failed_fit_is_shown_and_ends_in_time(monkeypatch):
     program = Program(monkeypatch)
-    error = raised(ValueError("the run failed"), caught(program.fit, RuntimeError(GLOO), True))
+    first = program.fit(RuntimeError(GLOO), True)
+    error = raised(ValueError("the run failed"), first)
     assert program.uncaught(error) == ([error], [7.0])
-
-
-def test_a_later_exception_of_a_program_that_goes_on_is_as_without(monkeypatch):
-    """Also one that is raised while the fit's is handled: a consequence that the program has caught hides nothing."""
-    program = Program(monkeypatch)
-    first = caught(program.fit, RuntimeError(GLOO), True)
-    own = ValueError("own")
-    own.__context__ = first
-    assert program.uncaught(raised(own)) == ([own], [])
-    second = caught(program.fit, KeyError("second"), False, then=None)
+    second = program.fit(KeyError("second"), False)
     second.__context__ = first  # the second fit is a part of the first one's handling
     assert program.uncaught(second) == ([second], [7.0])
 
 
-def test_the_hook_for_uncaught_exceptions_is_gone_when_the_program_has_dropped_the_exception(monkeypatch):
+def test_an_exception_of_a_program_that_goes_on_is_as_without(monkeypatch):
     program = Program(monkeypatch)
-    before = sys.excepthook
-    first = caught(program.fit, ValueError("first"), False)
-    second = caught(program.fit, ValueError("second"), False)
-    del first
-    gc.collect()
-    assert sys.excepthook is not before  # the second fit's is still needed
-    del second
-    gc.collect()
-    assert sys.excepthook is before
-    kept = caught(program.fit, ValueError("third"), False)
-    users = sys.excepthook = lambda *_: None  # a hook that the user sets meanwhile
-    del kept
-    gc.collect()
-    assert sys.excepthook is users
+    program.fit(RuntimeError(GLOO), True)
+    hook = sys.excepthook
+    program.fit(RuntimeError(GLOO), True)
+    assert sys.excepthook is hook  # one for all fits
+    own = raised(ValueError("own"))
+    assert program.uncaught(own) == ([own], [])
 
 
 def test_of_a_failed_fit_nothing_is_kept(monkeypatch):
     """A program may go on with a smaller batch: the memory of the first must be free."""
 
-    class Large:
-        def fit(self):
-            pass
+    class LargeError(ValueError):
+        pass
 
-    Program(monkeypatch)
-    large = Large()
-    alive = weakref.ref(large)
-    error = caught(_call_and_handle_interrupt, large.fit, ValueError("out of memory"), False, (), None)
-    hook = sys.excepthook
-    del error, large
+    error = Program(monkeypatch).fit(LargeError(), False)
+    alive = weakref.ref(error)
+    del error
     gc.collect()
     assert alive() is None
-    assert sys.excepthook is not hook
 
 
 def test_a_process_that_hangs_on_its_way_out_is_ended():
@@ -269,7 +221,6 @@ def in_two(rank: int, folder: str) -> None:
     assert torch.equal(plain, both)
     assert threads_of_ours() == []
 
-    before = sys.excepthook
     for go_on in (  # the program has caught it: it is not ended, nor is its next fit, whatever watches that
         lambda monitor, old: old.join(LONG),
         lambda monitor, old: fit(monitor, outlast(old)),
@@ -285,8 +236,6 @@ def in_two(rank: int, folder: str) -> None:
         fit(monitor, On(on_train_batch_start=everywhere))
     except ValueError:
         assert torch.equal(plain, fit(outlast(monitor._watch.timer)))  # also while the exception is handled
-    gc.collect()
-    assert sys.excepthook is before
     deadline = time.monotonic() + LONG
     while threads_of_ours():
         assert time.monotonic() < deadline

@@ -82,7 +82,7 @@ class Averages(pl.Callback):
         self.average, self.at = average, dict[int, Any]()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        numbers = tree_leaves([self.average.terms, [torch.tensor(part) for part in self.average.parts.values()]])
+        numbers = tree_leaves(self.average.terms)
         self.at[trainer.global_step] = torch.cat([number.flatten() for number in numbers])
 
 
@@ -107,7 +107,7 @@ def test_an_average_that_a_checkpoint_has_brought_is_part_of_the_first_copy(tmp_
     path = tmp_path / "step=20.ckpt"
     fit(Data(nan_at(23)), rollbacks(), average, averages, steps=40, folder=tmp_path, ckpt_path=path)
     saved = torch.load(path, weights_only=True)["averages"]["ema"]["weights"]["mean"]
-    numbers = torch.cat([number.flatten() for number in [*saved.values(), torch.ones(1)]])
+    numbers = torch.cat([number.flatten() for number in saved.values()])
     assert [step for step, there in averages.at.items() if torch.equal(there, numbers)] == [20, 30]
 
 
@@ -338,7 +338,7 @@ def test_the_run_is_saved_behind_a_rollback_and_a_resume_from_there_is_the_same_
     back = resumed(Validated(nan_at(45)), path, again[0], rollbacks(), *again[1:], *savers(), model=later, **options)
     assert back.lines == []
     assert same(state_of(back.trainer), state_of(found.trainer))
-    assert same(*([[one.terms, one.parts, one.progress()] for one in ones] for ones in (again, kept)))
+    assert same(*([[one.terms, one.progress()] for one in ones] for ones in (again, kept)))
     assert [row["guard/rollbacks"] for _, row in back.rows if "guard/rollbacks" in row][-1] == 1.0
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import (
     BF16True,
-    DeepSpeedZeROStrategy,
     FP16Mixed,
     FSDP2Strategy,
     GradientClippingMixin,
@@ -289,14 +288,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_no_scaler_skips_it(preci
     assert [line.partition(";")[0] for line in lines] == [f"StepGuard: step {BAD} is skipped: gradient norm not finite"]
 
 
-def test_under_fsdp1_the_norm_is_that_of_the_whole_model_and_nothing_is_clipped():
-    limits, guard = [], StepGuard()
-    model = SimpleNamespace(clip_grad_norm_=lambda limit: limits.append(limit) or torch.tensor(3.0))
-    guard._is_flat = True
-    assert guard._norm(SimpleNamespace(strategy=SimpleNamespace(model=model)), None) == 3.0
-    assert limits == [math.inf]
-
-
 class Normed(Line):
     """With running statistics, of the batch alone: a bad batch must not stay in them, nor change another rank's."""
 
@@ -364,8 +355,8 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
     guarded_steps(whole, STEPS)
     first, second = StepGuard(**EARLY), StepGuard(**EARLY)
     trainer, model = guarded_steps(first, 9)
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()  # saved again before it has trained
+    second.load_state_dict(loaded := first.state_dict())
+    assert second.state_dict() == loaded  # saved again before it has trained
     model.train_dataloader = lambda: DataLoader(batches(STEPS)[9:], batch_size=None)
     optimizer = trainer.optimizers[0]
     model.configure_optimizers = lambda: optimizer
@@ -373,7 +364,8 @@ def test_its_windows_and_counts_go_on_from_a_checkpoint():
     expected, found = window_state(whole), window_state(second)
     assert torch.equal(expected.pop("values"), found.pop("values"))
     assert expected.pop("filled").tolist() == found.pop("filled").tolist() == [1] * 7 + [0]  # the eighth was skipped
-    assert expected == found == {"steps": STEPS, "waiting": [], "known_full": False, "counts": [0.0, 1.0]}
+    assert torch.equal(expected.pop("limits"), found.pop("limits"))
+    assert expected == found == {"steps": STEPS, "counts": [0.0, 1.0]}
 
 
 def test_a_run_that_begins_after_a_checkpoint_was_validated_does_not_go_on_with_its_state(tmp_path):
@@ -383,7 +375,7 @@ def test_a_run_that_begins_after_a_checkpoint_was_validated_does_not_go_on_with_
     trainer.validate(module, DataLoader(batches(1), batch_size=None), tmp_path / "first.ckpt", verbose=False)
     trainer.fit(module)
     assert window_state(guards[0])["steps"] == 2
-    assert len(guards[1].state_dict()["detector"]["accepted"]) == 2
+    assert guards[1].state_dict()["detector"]["window"]["steps"] == 2
 
 
 def test_a_state_that_is_loaded_after_the_fit_has_started_counts_too():
@@ -401,62 +393,6 @@ def guarded_steps(guard: StepGuard, steps: int) -> tuple[pl.Trainer, Line]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fit(model, guard, max_steps=steps).trainer, model
-
-
-class Faulty(Line):
-    """Noise in each forward pass, so that the random numbers count; a fault in one forward pass of step BAD."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__("NaN batch" if fault == "data" else "")
-        self.fault, self.calls = fault, 0
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-        loss = super().training_step(batch * (1 + 0.01 * torch.rand(())), batch_idx)
-        self.calls += self.global_step == BAD
-        faulty = (self.fault == "once" and self.calls == 2) or (self.fault == "often" and self.calls)
-        return loss * 1e6 * self.calls if faulty and self.global_step == BAD else loss
-
-
-class ClippingFaulty(GradientClippingMixin, Faulty):
-    pass
-
-
-@pytest.mark.parametrize("module", [Faulty, ClippingFaulty])
-def test_a_transient_fault_is_mended_and_told_from_bad_data(module):
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "recheck": True}
-    draws = On(on_before_optimizer_step=lambda *_: torch.rand(()))  # between the forward pass and the step
-    (clean, silent), (mended, once), (_, often), (skipped, data) = (
-        guarded(module(fault), draws, **options) for fault in ("none", "once", "often", "data")
-    )
-    assert silent == []
-    assert same_training(mended, clean)
-    assert mended.of("guard/skipped_steps")[-1] == 0
-    (line,) = once
-    assert line.startswith(f"StepGuard: step {BAD}: loss ")
-    assert "; computed again it was another, which is used: a hardware fault, or kernels that are not" in line
-    (line,) = often
-    assert line.startswith(f"StepGuard: step {BAD} is skipped: ")
-    assert "; computed again it was another, and out of bounds too: a hardware fault" in line
-    (line,) = data
-    assert ", and the same when computed again: it is the data; batch 15 of epoch 0" in line
-    assert torch.equal(skipped.random_state, clean.random_state)
-    assert clean.trainer.callback_metrics["batches"] == mended.trainer.callback_metrics["batches"] == 2 * STEPS
-
-
-def recheck_as_rank(rank: int) -> None:
-    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
-    mended, _ = guarded(Faulty("once" if rank else "none"), recheck=True, **options)
-    # both ranks have the same batches and random numbers, so a sound run is that of one process
-    assert same(mended.weights, torch.load("clean.pt"))
-    assert torch.distributed.get_world_size() == 2
-
-
-def test_all_ranks_compute_again_what_one_rank_rejects(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    clean, _ = guarded(Faulty("none"), recheck=True)
-    torch.save(clean.weights, "clean.pt")
-    run(recheck_as_rank)
 
 
 @pytest.mark.parametrize(
@@ -481,10 +417,6 @@ def test_runs_whose_steps_cannot_be_judged_are_refused():
 
     with pytest.raises(UsageError, match=r"^StepGuard: LBFGS computes several losses a step"):
         fit(LBFGS(""), StepGuard())
-    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: in manual optimization only the module"):
-        fit(ByHand(), StepGuard(recheck=True))
-    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: fp16 has scaled"):
-        fit(Line(""), StepGuard(recheck=True), plugins=[FP16Mixed()])
     lightnings = pl.plugins.MixedPrecision("16-mixed", "cpu")
     with pytest.raises(UsageError, match=r"^StepGuard: fused AdamW under fp16 .* set plugins to FP16Mixed"):
         fit(Line(""), StepGuard(), plugins=[lightnings])
@@ -492,8 +424,5 @@ def test_runs_whose_steps_cannot_be_judged_are_refused():
     trainer: Any = SimpleNamespace(strategy=type("DeepSpeedStrategy", (), lightnings)(), optimizers=[])
     with pytest.raises(UsageError, match=r"^StepGuard: DeepSpeedStrategy leaves clip .*: take DeepSpeedZeROStrategy"):
         StepGuard().on_fit_start(trainer, Line(""))
-    trainer.strategy = DeepSpeedZeROStrategy()
-    with pytest.raises(UsageError, match=r"^StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step"):
-        StepGuard(recheck=True).on_fit_start(trainer, Line(""))
     _, lines = guarded(Line("gradient x 1e4", "AdamW"), plugins=[pl.plugins.MixedPrecision("16-mixed", "cpu")])
     assert lines == []  # the overflow is the scaler's

@@ -68,25 +68,15 @@ def parameter(value: Tensor) -> Callable[[], nn.Module]:
     return make
 
 
-RAGGED = [torch.ones(2), torch.ones(3)]
-
 NETS: dict[str, Callable[[], nn.Module]] = {
     "ScriptModule": scripted,
     "traced": lambda: torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)),
-    "quantized": buffer(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)),
     "sparse": buffer(torch.eye(4).to_sparse()),
-    "compressed rows": buffer(torch.eye(4).to_sparse_csr()),
     "a sparse parameter": parameter(torch.eye(4).to_sparse()),
     "complex": parameter(torch.ones(4, dtype=torch.complex64)),
-    "complex32": buffer(torch.ones(4, dtype=torch.complex32)),
     "int8": parameter(torch.ones(4, dtype=torch.int8)),
-    "uint16": buffer(torch.ones(4, dtype=torch.uint16)),
     "bool": buffer(torch.tensor(True)),
     "fp8": buffer(torch.ones(4).to(torch.float8_e4m3fn)),
-    "scales of MX": buffer(torch.ones(4).to(torch.float8_e8m0fnu)),
-    "fp4": buffer(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
-    "nested": buffer(torch.nested.nested_tensor(RAGGED)),
-    "jagged": buffer(torch.nested.nested_tensor(RAGGED, layout=torch.jagged)),
     "expanded": buffer(torch.ones(1).expand(4)),
     "empty": parameter(torch.empty(0, 3)),
     "a subclass": parameter(Pair(torch.ones(4), torch.ones(4))),
@@ -130,17 +120,5 @@ def test_a_module_of_any_kind_is_saved_guarded_and_watched(kind, tmp_path):
     assert all(torch.equal(weight, then) for weight, then in zip(weights, before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "number",
-    [
-        torch.tensor([[0.0, NAN]]).to_sparse_csr(),
-        torch.nested.nested_tensor([torch.ones(2), torch.tensor([NAN])]),
-        torch.nested.nested_tensor([torch.ones(2), torch.tensor([NAN])], layout=torch.jagged),
-        torch.tensor([[1.0, NAN]]).to_mkldnn(),
-        Pair(torch.tensor([1.0, NAN]), torch.ones(2)),
-    ],
-    ids=["compressed rows", "nested", "jagged", "mkldnn", "a subclass"],
-)
-def test_one_bad_number_is_found_in_every_layout(number):
-    assert not_finite([torch.ones(2), number]) == 1
+def test_one_bad_number_is_found_in_a_part_of_a_subclass():
+    assert not_finite([torch.ones(2), Pair(torch.tensor([1.0, NAN]), torch.ones(2))]) == 1

@@ -360,6 +360,7 @@ def test_any_bytes_as_an_event_file_hide_no_run(beside, content):
 @example(parts=[record(scalar("train/loss", 2**63 - 1, 1.0))], cut=0)
 @example(parts=[record(scalar("train/loss", 3, math.nan, math.inf))] * 2, cut=0)
 @example(parts=[framed(b""), framed(b"\x12")], cut=0)
+@example(parts=[record(scalar("\n", 0, 0.0))], cut=0)
 def test_any_records_hide_no_run(beside, parts, cut):
     content = b"".join(parts)
     beside(events=content[: len(content) - cut], log=None)

@@ -847,20 +847,6 @@ def test_a_rank_that_fails_asks_nobody():
     assert (sums[3], sums[6], warned) == (44.0, 7.0, 1)
 
 
-def test_values_of_a_step_that_is_computed_again_replace_the_first_ones_shares_of_means_too():
-    def give(trainer, buffer, loss):
-        buffer.record("kept", 1.0)
-        buffer.record("replaced", torch.tensor(2.0))
-        buffer.record_mean("mean", torch.tensor(10.0), 1)
-        with buffer.replacing():
-            buffer.record("replaced", torch.tensor(3.0))
-            buffer.record_mean("mean", torch.tensor(6.0), 2)
-            buffer.record_mean("mean", torch.tensor(2.0), 2)
-
-    (_, row), *_ = run(give)[0].rows
-    assert row == {"kept": 1.0, "replaced": 3.0, "mean": 2.0}
-
-
 class LogsNaN(Model):
     def training_step(self, batch, batch_idx):
         self.log("self/loss", math.nan if self.global_step >= 5 else 1.0)

@@ -147,8 +147,10 @@ def on_strategy(kind):
     return model
 
 
-def test_modules_wrapped_in_fsdp1_one_by_one_are_refused():
-    with pytest.raises(UsageError, match=r"^FSDP1 holds parts of Model, .*use FSDP2Strategy$"):
+def test_fsdp1_is_refused():
+    with pytest.raises(
+        UsageError, match=r"^GradientClippingMixin: FSDPStrategy holds flat .*shard with FSDP2Strategy$"
+    ):
         on_strategy(FSDPStrategy)
 
 

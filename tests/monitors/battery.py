@@ -73,9 +73,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, sparse: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32, 8, sparse=sparse)
+        self.embed = nn.Embedding(32, 8)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(8, 32)
         self.recomputes, self.rounds = False, 1
@@ -94,10 +94,10 @@ def decreasing(step: int) -> float:
 class Model(pl.LightningModule):
     """A small language model with a schedule, a validation and predictions. Keeps the losses of all micro-batches."""
 
-    def __init__(self, **net: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = Net(**net)
+        self.net = Net()
         self.losses: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -162,14 +162,6 @@ class Adversaries(Model):
     def configure_optimizers(self) -> Any:
         parts = (self.net, self.critic)
         return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in parts]
-
-
-class Sparse(Model):
-    def __init__(self) -> None:
-        super().__init__(sparse=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class RealAndComplex(Model):
@@ -475,10 +467,6 @@ def own_methods_by_hand(trial: Trial) -> None:
     _own_methods(trial, Adversaries())
 
 
-def sparse_gradients(trial: Trial) -> None:
-    trial.fit(Sparse())
-
-
 def real_beside_complex(trial: Trial) -> None:
     trial.fit(RealAndComplex(), gradient_clip_val=0.5)
 
@@ -561,7 +549,7 @@ ALONE = [clips_by_norm, own_methods, fails_and_fits_again]
 # With all monitors at once; with each alone only where these are seen to change something.
 TOGETHER = [
     module_clips_itself, two_optimizers_by_hand, accumulates_with_a_short_last_window, clips_by_value,
-    own_methods_by_hand, sparse_gradients, real_beside_complex, clips_in_bf16, recomputes_in_bf16,
+    own_methods_by_hand, real_beside_complex, clips_in_bf16, recomputes_in_bf16,
     runs_blocks_twice_in_bf16, never_logs, compiled_blocks, compiled_network, compiled_module, scales_the_loss,
     fails_by_hand_and_fits_again,
 ]  # fmt: skip

@@ -11,9 +11,9 @@ import torch
 from harness import processes
 from harness.runs import On, fit, same_training
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_tricks._errors import UsageError
@@ -344,7 +344,8 @@ def test_deepspeeds_norm_is_its_engines():
     model = Net()
     monitor.on_train_batch_end(trainer, model, None, None, 0)
     assert recorded == {"train/grad_norm": 2.5}
-    assert monitor._clip_val == 1.0
+    rows = [SimpleNamespace(values={"train/grad_norm": 2.5})]
+    assert monitor._of_interval(trainer, rows)["train/clipped_fraction"] == 1.0
     monitor.on_before_optimizer_step(trainer, model, optimizer)  # `.grad` is empty there
     strategy.deepspeed_engine.get_global_grad_norm = lambda: None  # before the engine's first step
     recorded.clear()
@@ -352,7 +353,7 @@ def test_deepspeeds_norm_is_its_engines():
     assert recorded == {}
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy"])
 def test_parts_are_refused_where_no_parameter_is_whole(name):
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
@@ -364,21 +365,9 @@ def test_an_unknown_kind_of_part_is_refused():
         GradNormMonitor(per="layer")
 
 
-class Fsdp1OnCpu(FSDPStrategy):
-    """Lightning's FSDP1 wants a GPU to name as its device."""
-
-    def __init__(self):
-        super().__init__(process_group_backend="gloo")
-
-    def _setup_model(self, model):
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
 STRATEGIES = {
     "ddp": (Net, lambda: DDPStrategy(process_group_backend="gloo")),
     "fsdp2": (Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
-    "fsdp1": (Net, Fsdp1OnCpu),
-    "fsdp1_mixin": (Clipping, Fsdp1OnCpu),
 }
 
 

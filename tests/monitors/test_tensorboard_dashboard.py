@@ -1,9 +1,7 @@
 """The dashboard: its charts, link, cards, picture and result; and that training does not notice it."""
 
-import functools
 import html
 import importlib
-import itertools
 import json
 import os
 import re
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import lightning.pytorch as pl
@@ -27,16 +24,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import lr_scheduler
 
 from lightning_tricks.callbacks import MetricBuffer, PrecisionMonitor, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.monitors.tensorboard_dashboard import facts, flat, layout, pinned_link, planned_lrs, table
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupLinear
-
-CPU = torch.device("cpu")
-SETTINGS = ["max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 
@@ -141,23 +134,6 @@ def test_the_facts_count_a_parameter_that_deepspeed_has_partitioned_as_a_whole()
     model.layer.weight.data = torch.empty(0)  # DeepSpeed's ZeRO, stage 3
     said = facts(pl.Trainer(accelerator="cpu", logger=False), model)
     assert (said["parameters"], said["trainable parameters"]) == ("3", "3")
-
-
-def _count_under_fsdp1(rank, address):
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    for use_orig_params, all_of_it in itertools.product((True, False), (True, False)):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
-        model[1].requires_grad_(False)
-        wrap = functools.partial(FullyShardedDataParallel, device_id=CPU, use_orig_params=use_orig_params)
-        model[1] = wrap(model[1])
-        strategy = SimpleNamespace(model=wrap(model) if all_of_it else model)
-        said = facts(SimpleNamespace(strategy=strategy, num_devices=2, num_nodes=1, **dict.fromkeys(SETTINGS)), model)
-        assert (said["parameters"], said["trainable parameters"]) == ("78", "36")
-    torch.distributed.destroy_process_group()
-
-
-def test_the_facts_count_parameters_of_which_fsdp1_has_left_a_shard_as_a_whole(tmp_path):
-    processes.run(_count_under_fsdp1, f"file://{tmp_path}/store")
 
 
 def optimizer() -> torch.optim.Optimizer:

@@ -91,19 +91,21 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bucket_bytes", [1, 256 << 20])
-def test_masters_hold_just_what_fp32_weights_would(name, bucket_bytes):
+def test_the_state_is_that_of_fp32_weights(name, bucket_bytes):
+    """Weights that start a step at values of bf16 have the gradients and states of fp32 ones."""
     shapes = [(3, 4), (4, 2), (2, 2)] if name == "Muon" else [(3, 4), (4,), (), (2, 2)]
     ours, plain = [weight(*s) for s in shapes], [weight(*s, dtype=torch.float32) for s in shapes]
     optimizer, reference = OPTIMIZERS[name](ours), OPTIMIZERS[name](plain)
-    BF16Step(optimizer, "fp32_masters", bucket_bytes=bucket_bytes)
+    BF16Step(optimizer, bucket_bytes=bucket_bytes)
     for step in range(4):
+        with torch.no_grad():
+            for own, expected in zip(ours, plain, strict=True):
+                expected.copy_(own)
         train(optimizer, 1, step)
         train(reference, 1, step)
         for own, expected in zip(ours, plain, strict=True):
             assert own.dtype == BF16
-            assert torch.equal(own, expected.to(BF16))
-            state = dict(optimizer.state[own])
-            assert torch.equal(state.pop("master"), expected)
+            state = optimizer.state[own]
             assert state.keys() == reference.state[expected].keys()
             for key, value in reference.state[expected].items():
                 if isinstance(value, torch.Tensor):
@@ -122,52 +124,25 @@ def test_stochastic_rounding_lands_on_a_neighbour_of_what_fp32_would_be(name):
     for own, expected in zip(ours, plain, strict=True):
         assert own.dtype == BF16
         assert ((own.float() - expected).abs() <= 2.0**-7 * expected.abs()).all()
-        assert "master" not in optimizer.state[own]
 
 
-def test_the_state_between_steps_has_its_type_and_small_parts_stay_fp32():
-    for name, dtype in {"fp32": torch.float32, "bf16": BF16}.items():
-        params = [weight(3, 4), weight(), nn.Parameter(torch.ones(4))]
-        optimizer = torch.optim.AdamW(params, lr=0.01)
-        BF16Step(optimizer, optimizer_state=name)
-        train(optimizer, 2)
-        states = [optimizer.state[p] for p in params]
-        assert states[0]["exp_avg"].dtype == states[0]["exp_avg_sq"].dtype == dtype
-        # a parameter of one number, and one that is fp32 itself
-        assert {v.dtype for s in states[1:] for v in s.values()} == {torch.float32}
-        assert all(s["step"].dtype == torch.float32 and s["step"] == 2 for s in states)
+def test_the_state_between_steps_is_fp32():
+    params = [weight(3, 4), weight(), nn.Parameter(torch.ones(4))]
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    BF16Step(optimizer)
+    train(optimizer, 2)
+    states = [optimizer.state[p] for p in params]
+    assert {v.dtype for s in states for v in s.values()} == {torch.float32}
+    assert all(s["step"] == 2 for s in states)
 
 
-def test_a_bf16_average_with_beta_0_999_goes_on_decaying():
-    param = nn.Parameter(torch.ones(1 << 14, dtype=BF16))
-    optimizer = torch.optim.AdamW([param], lr=0.0, betas=(0.9, 0.999))
-    BF16Step(optimizer, optimizer_state="bf16")
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.state[param]["exp_avg_sq"].fill_(1.0)  # nearest rounding would keep it at 1 for ever
-    for _ in range(300):
-        optimizer.step()
-    average = optimizer.state[param]["exp_avg_sq"]
-    assert average.dtype == BF16
-    assert average.double().mean().item() == pytest.approx(0.999**300, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, 12),
-        ({"optimizer_state": "bf16"}, 8),
-        ({"update": "fp32_masters"}, 16),
-        ({"update": "fp32_masters", "optimizer_state": "bf16"}, 12),
-    ],
-)
-def test_bytes_a_parameter(options, expected):
+def test_bytes_a_parameter():
     param = weight(64, 64)
     optimizer = torch.optim.AdamW([param])
-    BF16Step(optimizer, **options)
+    BF16Step(optimizer)
     train(optimizer, 2)
     held = [param, param.grad, *(v for v in optimizer.state[param].values() if v.dim())]
-    assert sum(t.element_size() * t.numel() for t in held) == expected * param.numel()
+    assert sum(t.element_size() * t.numel() for t in held) == 12 * param.numel()
 
 
 # buckets
@@ -193,13 +168,12 @@ def test_an_optimizer_that_may_mix_its_parameters_gets_them_at_once():
     assert [[p.numel() for p in call] for call in calls] == [[10, 20]]
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer_state": "bf16"}])
-def test_the_rounding_does_not_depend_on_the_buckets(options):
+def test_the_rounding_does_not_depend_on_the_buckets():
     results = []
     for bucket_bytes in (1, 100, 256 << 20):
         params = [weight(5, 3), weight(7), weight(2, 2)]
         optimizer = torch.optim.AdamW(params, lr=0.01)
-        BF16Step(optimizer, bucket_bytes=bucket_bytes, **options)
+        BF16Step(optimizer, bucket_bytes=bucket_bytes)
         train(optimizer, 3)
         results.append([t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())])
     for other in results[1:]:
@@ -213,7 +187,7 @@ def test_fp32_parameters_are_stepped_as_they_are_and_those_without_gradient_not_
     fp32, plain, idle = weight(4, dtype=torch.float32), weight(4, dtype=torch.float32), weight(5)
     before = idle.detach().clone()
     optimizer, reference = torch.optim.AdamW([weight(4), fp32, idle], lr=0.1), torch.optim.AdamW([plain], lr=0.1)
-    BF16Step(optimizer, "fp32_masters")
+    BF16Step(optimizer)
     for param in (fp32, plain, optimizer.param_groups[0]["params"][0]):
         param.grad = torch.full_like(param, 0.3)
     optimizer.step()
@@ -242,31 +216,17 @@ def test_what_is_noted_on_a_parameter_is_seen_by_the_optimizer():
     assert calls[0][0].requires_grad
 
 
-@pytest.mark.parametrize("update", ["stochastic_rounding", "fp32_masters"])
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.5), lambda p: torch.optim.SparseAdam(p, 0.5)])
-def test_sparse_gradients_move_their_rows_only(update, make):
+def test_sparse_gradients_move_their_rows_only(make):
     table = nn.Embedding(5, 3, sparse=True, dtype=BF16)
     before = table.weight.detach().clone()
     optimizer = make(table.parameters())
-    BF16Step(optimizer, update)
+    BF16Step(optimizer)
     table(torch.tensor([1, 3])).sum().backward()
     assert table.weight.grad.is_sparse
     optimizer.step()
     changed = (table.weight != before).any(1)
     assert changed.tolist() == [False, True, False, True, False]
-
-
-def test_masters_follow_a_weight_that_was_written_to_from_outside():
-    param, plain = weight(6), weight(6, dtype=torch.float32)
-    optimizer, reference = torch.optim.SGD([param], lr=0.01), torch.optim.SGD([plain], lr=0.01)
-    BF16Step(optimizer, "fp32_masters")
-    train(optimizer, 3)
-    train(reference, 3)
-    with torch.no_grad():
-        param[2] = plain[2] = 5.0
-    train(optimizer, 1, 3)
-    train(reference, 1, 3)
-    assert torch.equal(optimizer.state[param]["master"], plain)
 
 
 # what torch does around a step
@@ -330,7 +290,7 @@ def test_wrapping_twice_is_wrapping_once():
         optimizer = torch.optim.AdamW([weight(40)], lr=0.01)
         calls = spied(optimizer)
         for _ in range(times):
-            step = BF16Step(optimizer, optimizer_state="bf16")
+            step = BF16Step(optimizer)
         train(optimizer, 3)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(optimizer, 1, 3)
@@ -366,15 +326,6 @@ def test_removed_under_another_wrapper_it_goes_on():
     assert len(calls) == first.steps == 1
 
 
-def test_the_last_wrapping_holds():
-    optimizer = torch.optim.AdamW([weight(4)], lr=0.01)
-    BF16Step(optimizer, "fp32_masters")
-    train(optimizer, 1)
-    BF16Step(optimizer)
-    train(optimizer, 1)
-    assert "master" not in optimizer.state[optimizer.param_groups[0]["params"][0]]
-
-
 # randomness
 
 
@@ -407,13 +358,11 @@ def test_two_parameters_of_one_shape_do_not_round_alike():
 # loading
 
 
-@pytest.mark.parametrize("update", ["stochastic_rounding", "fp32_masters"])
-@pytest.mark.parametrize("optimizer_state", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "AdamW fused", "Adafactor"])
-def test_a_run_that_was_saved_and_loaded_goes_on_bitwise(name, update, optimizer_state):
+def test_a_run_that_was_saved_and_loaded_goes_on_bitwise(name):
     def build():
         optimizer = OPTIMIZERS[name]([weight(3, 4), weight(4), weight(5, dtype=torch.float32)])
-        return optimizer, BF16Step(optimizer, update, optimizer_state, seed=3)
+        return optimizer, BF16Step(optimizer, seed=3)
 
     whole, _ = build()
     train(whole, 5)
@@ -436,33 +385,20 @@ def test_a_run_that_was_saved_and_loaded_goes_on_bitwise(name, update, optimizer
                 assert torch.equal(value, second.state[b][key])
 
 
-def test_state_saved_in_bf16_is_loaded_as_fp32_and_masters_only_where_they_are_used():
+def test_state_saved_in_bf16_is_loaded_as_fp32():
     param = weight(4)
     plain = torch.optim.AdamW([param], lr=0.01)
     train(plain, 1)
     saved = plain.state_dict()
     assert saved["state"][0]["exp_avg"].dtype == BF16
-    saved["state"][0]["master"] = torch.arange(4.0)
     saved["state"][0]["step"] = torch.tensor(1.0, dtype=torch.float64)
-    for update, kept in {"stochastic_rounding": False, "fp32_masters": True}.items():
-        optimizer = torch.optim.AdamW([weight(4)], lr=0.01)
-        BF16Step(optimizer, update)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-        assert state["exp_avg"].dtype == torch.float32
-        assert torch.equal(state["exp_avg"], plain.state[param]["exp_avg"].float())
-        assert ("master" in state) is kept
-        assert state["step"].dtype == torch.float64  # a count is torch's own affair
-
-
-def test_masters_of_a_checkpoint_that_the_weights_have_left_do_not_come_back():
-    param, plain = weight(4), weight(4, dtype=torch.float32)
-    optimizer, reference = torch.optim.SGD([param], lr=0.1), torch.optim.SGD([plain], lr=0.1)
-    BF16Step(optimizer, "fp32_masters")
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"master": torch.full((4,), 100.0)}}})
-    train(optimizer, 1)
-    train(reference, 1)
-    assert torch.equal(param, plain.to(BF16))
+    optimizer = torch.optim.AdamW([weight(4)], lr=0.01)
+    BF16Step(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert state["exp_avg"].dtype == torch.float32
+    assert torch.equal(state["exp_avg"], plain.state[param]["exp_avg"].float())
+    assert state["step"].dtype == torch.float64  # a count is torch's own affair
 
 
 class NestedState(torch.optim.SGD):
@@ -532,7 +468,7 @@ def test_lbfgs_is_refused_at_once():
 def test_a_step_that_fails_leaves_groups_state_and_hooks_as_they_were(monkeypatch, bucket_bytes):
     params = [weight(4), weight(5, dtype=torch.float32), weight(6)]
     optimizer = torch.optim.AdamW(params, lr=0.1)
-    step = BF16Step(optimizer, "fp32_masters", "bf16", bucket_bytes=bucket_bytes)
+    step = BF16Step(optimizer, bucket_bytes=bucket_bytes)
     fired = []
     optimizer.register_step_post_hook(lambda *_: fired.append(1))
     train(optimizer, 1)

@@ -1,4 +1,4 @@
-"""The one clip: torch's arithmetic, the norm from before it, and gradients of every kind at once."""
+"""The one clip: torch's arithmetic, the norm from before it, and plain and sharded gradients at once."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks._errors import UsageError
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, clip_grad_value, grad_norms_of
+from lightning_tricks.optim import clip_grad_norm, clip_grad_value, grad_norms_of
 
 
 def parameters(*grads):
@@ -125,55 +125,22 @@ def test_on_a_gpu_nothing_waits():
     params = [torch.nn.Parameter(torch.zeros(3, device="cuda")) for _ in range(3)]
     for param in params:
         param.grad = torch.ones_like(param)
-    params.append(sparse([[2, 1, 2]], [[1.0], [3.0], [1.0]], (3, 1), device="cuda"))  # norm sqrt(13)
     torch.cuda.set_sync_debug_mode("error")
     try:
         norm = clip_grad_norm(params, 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert norm.item() == pytest.approx(math.sqrt(9 + 13))
+    assert norm.item() == pytest.approx(3.0)
 
 
-def sparse(indices, values, shape, **options):
-    parameter = torch.nn.Parameter(torch.zeros(shape, **options))
-    indices, values = torch.tensor(indices, dtype=torch.int64), torch.tensor(values)
-    parameter.grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, **options)
-    return parameter
-
-
-SPARSE = {
-    # (3, 0) in row 1; (1, 2) + (3, 0) in row 2
-    "rows": ([[2, 1, 2]], [[1.0, 2.0], [3.0, 0.0], [3.0, 0.0]], (3, 2), math.sqrt(29)),
-    # 1 + 2 at (1, 0), 4 at (1, 2), 12 at (0, 1)
-    "elements": ([[1, 1, 1, 0], [0, 2, 0, 1]], [1.0, 4.0, 2.0, 12.0], (2, 3), 13.0),
-    "none": ([[]], [], (3,), 0.0),
-}
-
-
-@pytest.mark.parametrize("coalesced", [True, False])
-@pytest.mark.parametrize("case", SPARSE)
-def test_in_a_sparse_gradient_the_sum_of_an_index_counts(case, coalesced):
-    indices, values, shape, norm = SPARSE[case]
-    param, dense = sparse(indices, values, shape), *parameters([12.0])
-    param.grad = param.grad.coalesce() if coalesced else param.grad
-    coalesced = param.grad.is_coalesced()  # as it is anyway where it holds nothing
-    before, joint = param.grad.to_dense(), math.hypot(norm, 12.0)
-    assert clip_grad_norm([param, dense], None).item() == pytest.approx(joint)
-    assert grad_norms_of([[param], [dense]]).tolist() == pytest.approx([norm, 12.0])
-    assert torch.equal(param.grad.to_dense(), before)
-    assert clip_grad_norm([param, dense], 1.0).item() == pytest.approx(joint)
-    assert param.grad.is_coalesced() == coalesced
-    assert param.grad.to_dense().flatten().tolist() == pytest.approx((before / joint).flatten().tolist())
-    assert dense.grad.item() == pytest.approx(12.0 / joint)
-
-
-def test_the_sum_of_an_index_in_a_sparse_gradient_is_clipped_by_value():
-    param, dense = sparse(*SPARSE["rows"][:3]), *parameters([-9.0, 1.0])
-    bare = torch.nn.Parameter(torch.ones(2))
-    clip_grad_value([param, dense, bare], 2.5)
-    assert param.grad.to_dense().tolist() == [[0.0, 0.0], [2.5, 0.0], [2.5, 2.0]]
-    assert dense.grad.tolist() == [-2.5, 1.0]
-    assert bare.grad is None
+def test_a_sparse_gradient_is_refused():
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([0])).sum().backward()
+    for measure in (clip_grad_norm, clip_grad_value):
+        with pytest.raises(UsageError, match=r"a gradient is sparse, .*: set sparse=False"):
+            measure(table.parameters(), 1.0)
+    with pytest.raises(UsageError, match="a gradient is sparse"):
+        grad_norms_of([[table.weight]])
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan])
@@ -201,10 +168,3 @@ def test_parts_have_their_own_norms_and_one_without_gradients_has_none():
     assert norms.tolist() == [5.0, 0.0, 12.0]
     assert norms.dtype == torch.float32
     assert grad_norms_of([[bare], []]).tolist() == [0.0, 0.0]
-
-
-def test_what_is_not_wrapped_in_fsdp1_as_a_whole_is_refused():
-    with pytest.raises(UsageError, match="FSDP1 holds parts of Linear"):
-        clip_grad_norm_fsdp1(torch.nn.Linear(1, 1), 1.0)
-    with pytest.raises(UsageError, match="gradient_clip_val=0"):
-        clip_grad_norm_fsdp1(torch.nn.Linear(1, 1), 0)

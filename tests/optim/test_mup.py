@@ -169,80 +169,62 @@ def test_another_width_keeps_heads_key_heads_and_mlp_in_proportion():
 # ---- models that are not ours
 
 
-@pytest.fixture(scope="module")
-def hugging_face():
+class WithBase(nn.Module):
+    """A module that knows the shapes of its base model: made by the same function with the base's sizes."""
+
+    def __init__(self, make, sizes, base):
+        super().__init__()
+        self.net, self.make, self.base = make(**sizes), make, base
+
+    def base_shapes(self):
+        return {name: param.shape for name, param in WithBase(self.make, self.base, self.base).named_parameters()}
+
+
+def llama(width, inner):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    def build(**options):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=61, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, tie_word_embeddings=False, **options,
-        )  # fmt: skip
-        return LlamaForCausalLM(config)
-
-    return build
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=61, hidden_size=width, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=width // 8,
+        num_key_value_heads=width // 16, tie_word_embeddings=False,
+    ))  # fmt: skip
 
 
-def test_a_llama_of_transformers_has_the_factors_of_its_roles(hugging_face):
-    llama, plain, mup = hugging_face(), hugging_face(), MuP(16)
-    mup.scale_initial_weights(llama)
-    optimizer = build_optimizer(llama, adamw, mup=mup)
-    before, after = dict(plain.named_parameters()), dict(llama.named_parameters())
+def test_a_llama_of_transformers_has_the_factors_of_its_declared_shapes():
+    sizes, mup = {"width": 64, "inner": 128}, MuP(16)
+    module, plain = (WithBase(llama, sizes, {"width": 16, "inner": 32}) for _ in range(2))
+    mup.scale_initial_weights(module)
+    optimizer = build_optimizer(module, adamw, mup=mup)
+    before, after = dict(plain.named_parameters()), dict(module.named_parameters())
     for group in optimizer.param_groups:
         for name in group["param_names"]:
-            hidden, head = ".self_attn." in name or ".mlp." in name, name == "lm_head.weight"
-            assert group["lr"] == 0.5 * (0.25 if hidden or head else 1.0), name
+            hidden = ".self_attn." in name or ".mlp." in name
+            assert group["lr"] == 0.5 * (0.25 if hidden else 1.0), name
             decay = 0.0 if "norm" in name else 0.1
-            assert group["weight_decay"] == pytest.approx(decay * (4 if hidden or head else 1)), name
-            torch.testing.assert_close(after[name], before[name] * (0.5 if hidden else 0.25 if head else 1.0))
+            assert group["weight_decay"] == pytest.approx(decay * (4 if hidden else 1)), name
+            torch.testing.assert_close(after[name], before[name] * (0.5 if hidden else 1.0))
 
 
-def test_a_head_without_multiplier_trains_as_one_with_it():
-    """Under Adam a multiplier m of the logits is the same as a head with m times the weights and learning rate."""
-    ours, folded = model(mup=MuP(16)), model(mup=MuP(16))
-    with torch.no_grad():
-        folded.decoder.head.weight.mul_(1 / 4)
-        folded.decoder.logit_multiplier = 1.0
-    losses = []
-    for module, head_lr in ((ours, 1.0), (folded, 0.25)):
-        rules = [ParamRule(role="head", lr_scale=head_lr, weight_decay=0.1 / head_lr)]
-        optimizer = build_optimizer(module, lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=1e-15), rules=rules,
-                                    mup=module.mup)  # fmt: skip
-        losses.append([])
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = module.decoder(IDS, labels=IDS)
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0][-1] < 0.95 * losses[0][0]
+def net(width):
+    """Torch's own initial weights, a stem whose input does not grow, filters of one channel, experts and a router."""
+    made = nn.ModuleDict({"stem": nn.Conv2d(3, width, 4), "deep": nn.Conv1d(width, width, 3, groups=width)})
+    made["gate"], made["experts"] = nn.Linear(width, 4), nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+    made["head"] = nn.Linear(width, 10)
+    return made
 
 
-class Net(nn.Module):
-    """Torch's own initial weights, a stem whose input does not grow, experts beside a router."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 4)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 128), nn.Linear(128, 32)) for _ in range(2)])
-        self.gate, self.experts = nn.Linear(32, 4), nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
-        self.head = nn.Linear(32, 10)
-
-
-def test_inputs_that_do_not_grow_are_named_and_torchs_own_weights_are_by_fan_in():
-    net, mup = Net(), MuP(8, fixed_inputs="^stem")
-    before = copy.deepcopy(net.state_dict())
-    mup.scale_initial_weights(net, drawn="by_fan_in")
-    optimizer = build_optimizer(net, adamw, mup=mup)
-    lrs = {name: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
-    assert lrs["stem.weight"] == lrs["stem.bias"] == lrs["blocks.0.0.bias"] == 1.0
-    assert lrs["blocks.0.0.weight"] == lrs["blocks.0.1.weight"] == lrs["gate.weight"] == lrs["head.weight"] == 0.25
-    assert lrs["experts.0.weight"] == 0.25
-    changed = {name: weight for name, weight in net.state_dict().items() if not torch.equal(weight, before[name])}
-    assert list(changed) == ["head.weight"]
-    torch.testing.assert_close(changed["head.weight"], before["head.weight"] / 2)
+def test_inputs_that_do_not_grow_keep_the_rate_and_torchs_own_weights_are_by_fan_in():
+    module, mup = WithBase(net, {"width": 32}, {"width": 8}), MuP(8)
+    before = copy.deepcopy(module.state_dict())
+    mup.scale_initial_weights(module, drawn="by_fan_in")
+    optimizer = build_optimizer(module, adamw, mup=mup)
+    lrs = {name[4:]: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
+    assert lrs["stem.weight"] == lrs["stem.bias"] == lrs["deep.weight"] == lrs["experts.0.bias"] == 1.0
+    assert lrs["experts.0.weight"] == lrs["gate.weight"] == 0.25
+    assert lrs["head.weight"] == 1.0
+    changed = {name: weight for name, weight in module.state_dict().items() if not torch.equal(weight, before[name])}
+    assert list(changed) == ["net.head.weight"]
+    torch.testing.assert_close(changed["net.head.weight"], before["net.head.weight"] * 2)
 
 
 def test_a_module_may_give_the_shapes_of_its_base_model():
@@ -260,17 +242,6 @@ def test_a_module_may_give_the_shapes_of_its_base_model():
     assert lrs["net.0.weight"] == 0.5
     assert lrs["experts"] == 0.5
     assert lrs["net.1.bias"] == 1.0
-
-
-class WithBase(nn.Module):
-    """A module that knows the shapes of its base model: made by the same function with the base's sizes."""
-
-    def __init__(self, make, sizes, base):
-        super().__init__()
-        self.net, self.make, self.base = make(**sizes), make, base
-
-    def base_shapes(self):
-        return {name: param.shape for name, param in WithBase(self.make, self.base, self.base).named_parameters()}
 
 
 def mixtral(width, inner):
@@ -301,26 +272,14 @@ def test_stacks_of_experts_have_the_factor_of_their_own_inputs(make):
     assert (lrs["gate_up_proj"], lrs["down_proj"]) == (1 / 2, 1 / 4)
 
 
-def test_a_matrix_without_decay_keeps_its_factor_and_its_optimizer(hugging_face):
-    llama, mup = hugging_face(), MuP(8)
-    mup.scale_initial_weights(llama)
-    marked = "model.layers.0.mlp.up_proj.weight"
-    llama.get_parameter(marked)._no_weight_decay = True
-    for optimizer, factor in ((adamw, 1 / 8), (lambda groups: MuonAdamW(groups, lr=0.5), 8**-0.5)):
-        built = build_optimizer(llama, optimizer, mup=mup)
+def test_a_matrix_without_decay_keeps_its_factor_and_its_optimizer():
+    module, marked = model(mup=MuP(16)), "decoder.blocks.0.mlp.up.weight"
+    module.get_parameter(marked)._no_weight_decay = True
+    for optimizer, factor in ((adamw, 1 / 4), (lambda groups: MuonAdamW(groups, lr=0.5), 4**-0.5)):
+        built = build_optimizer(module, optimizer, mup=module.mup)
         (group,) = [group for group in built.param_groups if marked in group["param_names"]]
         assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.5 * factor), 0.0)
         assert group.get("optimizer") in (None, "muon")
-
-
-def test_filters_of_one_channel_do_not_grow():
-    net = nn.ModuleDict({"deep": nn.Conv1d(32, 32, 3, groups=32), "point": nn.Conv1d(32, 32, 1)})
-    net["head"] = nn.Linear(32, 5)
-    mup = MuP(8)
-    mup.scale_initial_weights(net, drawn="by_fan_in")
-    optimizer = build_optimizer(net, adamw, mup=mup)
-    lrs = {name: group["lr"] / 0.5 for group in optimizer.param_groups for name in group["param_names"]}
-    assert (lrs["deep.weight"], lrs["point.weight"], lrs["head.weight"]) == (1.0, 0.25, 0.25)
 
 
 # ---- wrong input
@@ -331,7 +290,6 @@ def test_wrong_options_are_one_line():
         ({"base_width": 0}, r"MuP\.base_width=0: give a whole number of at least 1"),
         ({"base_width": 2.5}, r"MuP\.base_width=2\.5"),
         ({"base_width": 8, "base_head_dim": -1}, r"MuP\.base_head_dim=-1"),
-        ({"base_width": 8, "fixed_inputs": "("}, r"MuP\.fixed_inputs='\(' is no regular expression"),
     ):
         with pytest.raises(UsageError, match=words):
             MuP(**options)
@@ -352,35 +310,14 @@ def test_muon_by_heads_is_refused():
         build_optimizer(model(mup=MuP(16)), lambda groups: MuonAdamW(groups, head_dim=8), mup=MuP(16))
 
 
-def test_a_module_of_unknown_width_or_with_unscaled_weights_is_refused(hugging_face):
-    body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)])
-    with pytest.raises(UsageError, match="width of ModuleList is not known, because it shows no output head: define"):
-        build_optimizer(body, mup=MuP(4))
-    tied = hugging_face()
-    tied.lm_head.weight = tied.model.embed_tokens.weight
-    with pytest.raises(UsageError, match="head of LlamaForCausalLM is tied to its embedding"):
-        build_optimizer(tied, mup=MuP(16))
-    with_value = nn.ModuleDict({"model": tied, "v_head": nn.Linear(64, 1)})
-    with pytest.raises(UsageError, match="head of ModuleDict is tied to its embedding"):
-        build_optimizer(with_value, mup=MuP(16))
-    llama = hugging_face()
-    with pytest.raises(UsageError, match="initial weights of LlamaForCausalLM are not those of muP: call"):
-        build_optimizer(llama, mup=MuP(16))
-    with pytest.raises(UsageError, match=r"MuP\.fixed_inputs='stem' matches no parameter of LlamaForCausalLM"):
-        build_optimizer(llama, mup=MuP(16, fixed_inputs="stem"))
+def test_a_module_without_declared_shapes_or_weights_is_refused():
+    with pytest.raises(UsageError, match=r"^MuP: ModuleDict does not tell its base model: define its method base_shap"):
+        build_optimizer(net(32), mup=MuP(8))
+    module = WithBase(net, {"width": 32}, {"width": 8})
     with pytest.raises(UsageError, match="drawn='once': give constant or by_fan_in"):
-        MuP(16).scale_initial_weights(llama, drawn="once")
-    MuP(16).scale_initial_weights(llama)
-    with pytest.raises(UsageError, match="weights of LlamaForCausalLM are scaled already: call it once"):
-        MuP(16).scale_initial_weights(llama)
-    with torch.device("meta"), pytest.raises(UsageError, match="Net is on the meta device"):
-        MuP(16).scale_initial_weights(Net())
-
-
-def test_weights_that_a_parametrization_computes_are_refused_by_name():
-    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
-    with pytest.raises(UsageError, match=r"^MuP has no rule for '0\.parametrizations\.weight\.original0', from which"):
-        build_optimizer(net, mup=MuP(4))
+        MuP(8).scale_initial_weights(module, drawn="once")
+    with pytest.raises(UsageError, match="WithBase is on the meta device"):
+        MuP(8).scale_initial_weights(module.to("meta"))
 
 
 def test_shapes_of_another_module_are_refused():

@@ -15,15 +15,6 @@ def roles(module):
     return {param.name: f"exempt {param.role}" if param.exempt else param.role for param in param_roles(module)}
 
 
-class MyScale(nn.Module):
-    """A norm of its own, as in transformers: only its epsilon tells."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.variance_epsilon = 1e-6
-        self.scale = nn.Parameter(torch.ones(*shape))
-
-
 class Holder(nn.Module):
     """A module with the given parameters and submodules as attributes."""
 
@@ -43,8 +34,6 @@ class Holder(nn.Module):
         nn.BatchNorm2d(4),
         nn.SyncBatchNorm(4),
         nn.InstanceNorm2d(4, affine=True),
-        MyScale(4),
-        MyScale(3, 4),  # stacked: one row a layer
         nn.LayerNorm((3, 4)),
     ],
     ids=lambda norm: repr(norm).splitlines()[0],
@@ -54,10 +43,15 @@ def test_norms_are_known_by_type_whatever_their_shape(norm):
 
 
 def test_a_subclass_of_a_norm_is_a_norm():
-    class Fancy(MyScale):
+    class Fancy(nn.LayerNorm):
         pass
 
-    assert roles(Fancy(2, 3)) == {"scale": "norm"}
+    assert set(roles(Fancy((2, 3))).values()) == {"norm"}
+
+
+def test_another_layers_scale_is_a_norm_by_the_name_of_the_layer():
+    module = Holder(input_layernorm=Holder(weight=torch.ones(3, 4)), scaler=Holder(weight=torch.ones(3, 4)))
+    assert roles(module) == {"input_layernorm.weight": "norm", "scaler.weight": "matrix"}
 
 
 def test_raw_norm_parameters_of_stacked_blocks_are_known_by_name():
@@ -255,7 +249,7 @@ def test_a_wrong_exemption_is_refused(listed, message):
 
 
 def test_names_and_roles_are_those_of_the_plain_model_under_compile_and_checkpointing():
-    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), MyScale(2, 2))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.LayerNorm((2, 2)))
     plain[0]._no_weight_decay = ["weight"]
     expected = roles(plain)
     wrapped = nn.Sequential(torch.compile(plain[0]), checkpoint_wrapper(plain[1]), checkpoint_wrapper(plain[2]))
@@ -293,7 +287,7 @@ def test_fsdp2_keeps_the_roles(process_group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Embedding(4, 4), MyScale(2, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm((2, 4)), nn.Linear(4, 4))
     expected = roles(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model:
@@ -366,18 +360,20 @@ def test_experts_and_routers():
         experts=nn.ModuleList([expert]),
         w1=torch.zeros(4, 8, 8),
         conv=nn.Conv1d(8, 8, 3),
-        chooser=nn.Linear(8, 4),
         other=nn.Linear(8, 6),
     )
-    model = Holder(blocks=nn.ModuleList([block, Holder(router=Holder(weight=torch.zeros(4, 8)), gate=nn.Linear(8, 8))]))
+    raw = Holder(w1=torch.zeros(4, 8, 8), gate=nn.Linear(8, 4))
+    others = [Holder(router=Holder(weight=torch.zeros(4, 8)), gate=nn.Linear(8, 8)), raw]
+    model = Holder(blocks=nn.ModuleList([block, *others]))
     assert {name: role for name, role in roles(model).items() if role not in ("bias", "vector")} == {
         "blocks.0.gate.weight": "router",
         "blocks.0.experts.0.up.weight": "expert",
         "blocks.0.experts.0.gate.weight": "expert",  # of a gated MLP
         "blocks.0.w1": "expert",
         "blocks.0.conv.weight": "matrix",
-        "blocks.0.chooser.weight": "router",  # an output for each of the four experts
         "blocks.0.other.weight": "matrix",
         "blocks.1.router.weight": "router",
         "blocks.1.gate.weight": "matrix",
+        "blocks.2.w1": "expert",
+        "blocks.2.gate.weight": "router",
     }

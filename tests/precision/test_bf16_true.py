@@ -17,13 +17,6 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.optim.stochastic_rounding import rounding_seed
 from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 
-KINDS = {
-    "stochastic": {},
-    "stochastic, bf16 state": {"optimizer_state": "bf16"},
-    "masters": {"update": "fp32_masters"},
-    "masters, bf16 state": {"update": "fp32_masters", "optimizer_state": "bf16"},
-}
-
 
 class Model(pl.LightningModule):
     """Not the collection's own; a number of rows that two ranks share unequally; dropout, to see the random state."""
@@ -82,33 +75,19 @@ def saver(folder):
     )
 
 
-def resumes_bitwise(folder, kind, optimizer="adamw", shard=False, options=dict):
+def resumes_bitwise(folder, optimizer="adamw", shard=False, options=dict):
     """Five steps at once against the last two from a checkpoint, by another plugin, model and optimizer."""
     whole = Model(optimizer, shard)
-    whole_trainer = fit(whole, BF16True(**kind), saver(folder), **options(), max_steps=5)
+    whole_trainer = fit(whole, BF16True(), saver(folder), **options(), max_steps=5)
     resumed = Model(optimizer, shard)
     # another seed in the air: what counts is the seed that the run began with
-    resumed_trainer = fit(
-        resumed, BF16True(**kind), seed=99, ckpt_path=folder / "step=3.ckpt", **options(), max_steps=5
-    )
+    resumed_trainer = fit(resumed, BF16True(), seed=99, ckpt_path=folder / "step=3.ckpt", **options(), max_steps=5)
     assert resumed_trainer.global_step == 5
     assert resumed.losses == whole.losses[-2 * len(whole.losses) // 5 :]
     return same(all_tensors(whole, whole_trainer), all_tensors(resumed, resumed_trainer))
 
 
 # the plugin alone
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"update": "nearest"}, "update='nearest' is not known: give one of stochastic_rounding, fp32_masters"),
-        ({"optimizer_state": "fp8"}, "optimizer_state='fp8' is not known: give one of fp32, bf16"),
-    ],
-)
-def test_unknown_options_are_refused(options, message):
-    with pytest.raises(UsageError, match=f"^BF16True: {message}$"):
-        BF16True(**options)
 
 
 class Everything(nn.Module):
@@ -174,8 +153,8 @@ class Nudge(Model):
 
 @pytest.mark.parametrize(
     ("plugin", "expected"),
-    [(HalfPrecision("bf16-true"), 0), (BF16True(), 0.1), (BF16True(optimizer_state="bf16"), 0.1)],
-    ids=["Lightning's", "ours", "ours, bf16 state"],
+    [(HalfPrecision("bf16-true"), 0), (BF16True(), 0.1)],
+    ids=["Lightning's", "ours"],
 )
 def test_updates_far_below_a_spacing_add_up_where_lightnings_bf16_stands_still(plugin, expected):
     model = Nudge()
@@ -209,10 +188,9 @@ def test_the_clip_holds_for_a_fused_optimizer():
     assert norm == pytest.approx(1e-3, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("adamw", 1), ("adamw", 2), ("fused", 1), ("sgd", 1)])
-def test_a_resume_is_bitwise(tmp_path, kind, optimizer, accumulate):
-    assert resumes_bitwise(tmp_path, KINDS[kind], optimizer, options=lambda: {"accumulate_grad_batches": accumulate})
+def test_a_resume_is_bitwise(tmp_path, optimizer, accumulate):
+    assert resumes_bitwise(tmp_path, optimizer, options=lambda: {"accumulate_grad_batches": accumulate})
 
 
 class Manual(Model):
@@ -243,19 +221,18 @@ def test_manual_optimization_with_two_optimizers_counts_each_and_resumes_bitwise
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_other_way_round(tmp_path, kind):
+def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_other_way_round(tmp_path):
     first, second, third = Model(), Model(), Model()
     own = fit(first, BF16Mixed(), max_steps=3)
     own.save_checkpoint(tmp_path / "fp32.ckpt")
-    there = fit(second, BF16True(**KINDS[kind]), ckpt_path=tmp_path / "fp32.ckpt", max_steps=3)
+    there = fit(second, BF16True(), ckpt_path=tmp_path / "fp32.ckpt", max_steps=3)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert b.dtype == torch.bfloat16
         assert torch.equal(a.bfloat16(), b)
         saved, loaded = own.optimizers[0].state[a], there.optimizers[0].state[b]
         assert torch.equal(saved["exp_avg"].to(loaded["exp_avg"].dtype), loaded["exp_avg"])
         assert saved["step"] == loaded["step"] == 3
-        assert loaded["exp_avg"].dtype == (torch.bfloat16 if "bf16 state" in kind else torch.float32)
+        assert loaded["exp_avg"].dtype == torch.float32
     there.save_checkpoint(tmp_path / "bf16.ckpt")
     back = fit(third, BF16Mixed(), ckpt_path=tmp_path / "bf16.ckpt", max_steps=3)
     for a, b in zip(second.parameters(), third.parameters(), strict=True):
@@ -263,15 +240,13 @@ def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_oth
         assert torch.equal(a.float(), b)
         saved, loaded = there.optimizers[0].state[a], back.optimizers[0].state[b]
         assert torch.equal(saved["exp_avg"].float(), loaded["exp_avg"])
-    for path, plugin in ((tmp_path / "fp32.ckpt", BF16True(**KINDS[kind])), (tmp_path / "bf16.ckpt", BF16Mixed())):
+    for path, plugin in ((tmp_path / "fp32.ckpt", BF16True()), (tmp_path / "bf16.ckpt", BF16Mixed())):
         own = fit(Model(), plugin, ckpt_path=path, max_steps=6)
         assert own.global_step == 6
-        masters = kind.startswith("masters") and isinstance(plugin, BF16True)
-        assert all(("master" in state) is masters for state in own.optimizers[0].state.values())
 
 
 def test_a_checkpoint_opens_safely(tmp_path):
-    fit(Model(), BF16True("fp32_masters")).save_checkpoint(tmp_path / "a.ckpt")
+    fit(Model(), BF16True()).save_checkpoint(tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["BF16True"]["steps"] == [6]
 
 
@@ -320,12 +295,11 @@ def gathered(tensor):
 
 
 def train_replicas(rank):
-    for kind in KINDS.values():
-        model = Model()
-        fit(model, BF16True(**kind), seed=rank, devices=2, strategy=DDPStrategy())
-        for param in model.parameters():
-            assert param.dtype == torch.bfloat16
-            assert torch.equal(*gathered(param.detach()))
+    model = Model()
+    fit(model, BF16True(), seed=rank, devices=2, strategy=DDPStrategy())
+    for param in model.parameters():
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(*gathered(param.detach()))
 
 
 def fsdp2(full=True):
@@ -381,27 +355,15 @@ def shard_and_train(rank):
     assert batch_normed.layers[1].weight.dtype == torch.float32
 
 
-def masters_in_shards(rank):
-    """Sharded masters are the shards of unsharded ones, for gradients that are equal."""
-    model = Equal()
-    own = fit(model, BF16True("fp32_masters"), max_steps=3, **fsdp2())
-    assert torch.equal(
-        own.optimizers[0].state[model.layers.weight]["master"].to_local(), torch.full((32, 64), 1 + 3 * 2.0**-9)
-    )
-    assert torch.equal(model.layers.weight.to_local(), torch.full((32, 64), 1 + 2.0**-7, dtype=torch.bfloat16))
-
-
 def resume_shards(rank, folder, full):
-    to_a_folder = [("stochastic, bf16 state", "fused", 1), ("masters", "sgd", 2)]
-    to_a_file = [("stochastic", "adamw", 2), ("masters", "adamw", 1)]
-    for place, (kind, optimizer, accumulate) in enumerate(to_a_file if full else to_a_folder):
+    to_a_folder, to_a_file = [("fused", 1), ("sgd", 2)], [("adamw", 2), ("adamw", 1)]
+    for place, (optimizer, accumulate) in enumerate(to_a_file if full else to_a_folder):
         options = lambda: {**fsdp2(full), "accumulate_grad_batches": accumulate}  # noqa: B023, E731
-        assert resumes_bitwise(folder / str(place), KINDS[kind], optimizer, True, options), (kind, optimizer)
+        assert resumes_bitwise(folder / str(place), optimizer, True, options), optimizer
 
 
 def cross_shards(rank, folder, full):
-    kind = {"update": "fp32_masters"} if full else {"optimizer_state": "bf16"}
-    for first, second in ((BF16Mixed, lambda: BF16True(**kind)), (lambda: BF16True(**kind), BF16Mixed)):
+    for first, second in ((BF16Mixed, BF16True), (BF16True, BF16Mixed)):
         path = folder / first().precision
         before, loaded = Model(shard=True), []
 
@@ -423,7 +385,6 @@ def cross_shards(rank, folder, full):
 def train_in_two(rank):
     train_replicas(rank)
     shard_and_train(rank)
-    masters_in_shards(rank)
 
 
 def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast():

@@ -20,7 +20,8 @@ from lightning_tricks._errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import param_roles
 from lightning_tricks.precision.float8 import float8 as float8_module
-from lightning_tricks.precision.float8.layers import choose_layers, too_small
+from lightning_tricks.precision.float8.layers import choose_layers
+from lightning_tricks.precision.float8.linear import pays
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 WIDE = Llama(vocab_size=61, d_model=32, n_layers=1, n_heads=1, max_seq_len=16)  # all dimensions multiples of 32
@@ -48,30 +49,20 @@ def linear(out_features: int, in_features: int, seed=0) -> nn.Linear:
 # --- which layers ---
 
 
-def reasons(module: nn.Module, recipe="tensorwise", **options: Any) -> dict[str, str]:
-    return choose_layers(module, recipe, **options)
+def reasons(module: nn.Module, recipe="tensorwise", convert_small=True, exclude=()) -> dict[str, str]:
+    return choose_layers(module, recipe, exclude, None if convert_small else pays(recipe))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "out_features", "in_features", "small"),
+    ("recipe", "out_features", "in_features", "large"),
     [
-        ("rowwise_with_gw_hp", 4096, 2048, True), ("rowwise_with_gw_hp", 4096, 2049, False),
-        ("mxfp8", 1024, 5120, True), ("mxfp8", 5120, 1024, True), ("mxfp8", 1025, 1025, False),
+        ("tensorwise", 1024, 4096, False), ("tensorwise", 1040, 4096, True), ("rowwise", 4096, 2048, False),
+        ("rowwise", 4096, 2064, True), ("rowwise_with_gw_hp", 2048, 8192, False), ("mxfp8", 4128, 1056, True),
     ],
 )  # fmt: skip
-def test_what_is_too_small_follows_the_published_tables(recipe, out_features, in_features, small):
-    assert too_small(recipe, out_features, in_features) is small
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_thresholds_are_those_that_torchao_has(recipe):
-    from torchao.float8 import _auto_filter_for_recipe
-
-    theirs = _auto_filter_for_recipe(recipe, filter_fqns=[])
-    for out_features in (1024, 1040, 2048, 2064, 4096, 4112):
-        for in_features in (1024, 1040, 2048, 2064, 4096, 4112):
-            layer = nn.Linear(in_features, out_features, device="meta")
-            assert theirs(layer, "layer") is not too_small(recipe, out_features, in_features)
+def test_what_pays_follows_torchaos_filter(recipe, out_features, in_features, large):
+    model = nn.Sequential(nn.Linear(in_features, out_features, device="meta"), nn.Linear(8, 8), nn.Linear(8, 8))
+    assert reasons(model, recipe, convert_small=False)["0"] == ("" if large else "too small to pay")
 
 
 class Special(nn.Linear):
@@ -85,16 +76,16 @@ def test_each_reason_to_leave_a_layer_alone():
         for _ in range(2)
     ]
     model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "blocks": nn.ModuleList(blocks), "head": nn.Linear(32, 64)})
-    blocks[1]["good"].weight.requires_grad_(False)
-    blocks[0]["special"].weight = blocks[0]["odd"].weight
+    blocks[1]["special"].weight = blocks[1]["good"].weight
+    own = "has a forward or a weight of its own"
     assert reasons(model, convert_small=True, exclude=[r"1\.odd"]) == {
-        "blocks.0.good": "", "blocks.0.odd": "weight shared with a Special", "blocks.0.special": "is a Special",
-        "blocks.1.good": "weight is frozen", "blocks.1.odd": "exclude", "blocks.1.special": "is a Special",
+        "blocks.0.good": "", "blocks.0.odd": "dimensions no multiples of 16", "blocks.0.special": own,
+        "blocks.1.good": "weight shared with a layer that stays", "blocks.1.odd": "exclude", "blocks.1.special": own,
         "head": "output head",
     }  # fmt: skip
-    assert reasons(model)["blocks.0.good"] == "too small to pay"
+    assert reasons(model, convert_small=False)["blocks.0.good"] == "too small to pay"
     blocks[0]["good"].forward = lambda input: input
-    assert reasons(model, convert_small=True)["blocks.0.good"] == "its forward was replaced"
+    assert reasons(model, convert_small=True)["blocks.0.good"] == own
     model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 16), nn.Linear(16, 16))
     found = reasons(model, convert_small=True)
     assert found == {"0": "dimensions no multiples of 16", "1": "dimensions no multiples of 16", "2": "output head"}
@@ -115,15 +106,15 @@ def test_layers_that_share_a_weight_go_together():
 def test_the_heads_are_those_that_the_optimizer_finds(module):
     layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(32, 32)}) for _ in range(2))
     model = {
-        "value head": nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(32, 48), "value": nn.Linear(32, 16)}),
+        "value head": nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(32, 48), "v_head": nn.Linear(32, 16)}),
         # GPT-2 medium's positions: as many as the model is wide; the layers inside the blocks are no heads for that
         "tied decoder": Decoder(type(GPT)(**{**SHAPE, "max_seq_len": 32})),
         "no head": nn.Sequential(nn.Linear(16, 16)),
     }[module]
     found = {name for name, reason in reasons(model, convert_small=True).items() if reason == "output head"}
-    assert found == {"value head": {"lm_head", "value"}, "tied decoder": {"head"}, "no head": set()}[module]
+    assert found == {"value head": {"lm_head", "v_head"}, "tied decoder": {"head"}, "no head": set()}[module]
     if module == "value head":
-        assert {p.name for p in param_roles(model) if p.role == "head"} == {"lm_head.weight", "value.weight"}
+        assert {p.name for p in param_roles(model) if p.role == "head"} == {"lm_head.weight", "v_head.weight"}
 
 
 def test_choosing_layers_does_not_compute_a_weight():

@@ -44,7 +44,6 @@ from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deeps
 from lightning_tricks.strategies.deepspeed import settings as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 from lightning_tricks.strategies.deepspeed.settings import (
-    compiling,
     differing_weights,
     fitting_sizes,
     load_deepspeed,
@@ -729,28 +728,6 @@ def test_a_package_that_does_not_import_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UsageError, match=r"does not import \(.*deepspeed.*\).*--force-reinstall"):
         load_deepspeed()
-
-
-def test_a_missing_compiler_is_one_line(monkeypatch):
-    def build(*lines):
-        with compiling():
-            try:
-                raise FileNotFoundError(lines[-1])
-            except FileNotFoundError:
-                raise RuntimeError("\n".join(lines)) from None
-
-    with pytest.raises(UsageError, match=r"nvcc is not there \(first line\).*torch.optim.AdamW") as told:
-        build("first line", "CUDA_HOME environment variable is not set")
-    assert "\n" not in str(told.value)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match=r"a C\+\+ compiler is not there"):
-        build("op not built", "no such file: 'c++'")
-    with pytest.raises(RuntimeError, match="lr is negative"):
-        build("lr is negative")
-    monkeypatch.undo()
-    if shutil.which("c++"):
-        with pytest.raises(RuntimeError, match="no such file"):
-            build("no such file: 'c++'")
 
 
 def test_folders_that_are_no_whole_checkpoint_are_refused(tmp_path):

@@ -152,7 +152,7 @@ def written_by_two(rank: int, folder: Path) -> None:
     for kind, dcp in WRITTEN:
         write(rank, folder, f"{kind}, 2, {dcp}", kind, **sharded(2, dcp))
     write(rank, folder, "background", "foreign", io=AtomicCheckpointIO(asynchronous=True), **sharded(2))
-    for plugin in ("bf16_true_masters", "fp16_mixed"):
+    for plugin in ("bf16_true", "fp16_mixed"):
         write(rank, folder, plugin, "foreign", plugin=plugin, **sharded(2))
 
 
@@ -316,7 +316,7 @@ def test_shards_open_in_a_trainer_without_a_strategy(kind, dcp, folder):
     read(folder, f"{kind}, 2, {dcp}", kind)
 
 
-@pytest.mark.parametrize("plugin", ["bf16_true_masters", "fp16_mixed"])
+@pytest.mark.parametrize("plugin", ["bf16_true", "fp16_mixed"])
 def test_the_state_of_a_precision_goes_with_it(plugin, folder):
     read(folder, plugin, "foreign", plugin=plugin, within=1e-3)  # 16-bit sums depend on how the rows are split
 

@@ -66,7 +66,7 @@ FOUR = {
     "shards and context": Case("llama", CONTEXT),
     "tensor and context": Case("normed", ParallelDims(tensor=2, context=2), documents=True, guarded=True),
     "replicas and tensor": Case(
-        "llama", ParallelDims(replicate=2, tensor=2), {"reduce_gradients": "replicas"}, accumulate=2
+        "llama", ParallelDims(replicate=2, tensor=2), {"reduce_gradients": "step"}, accumulate=2
     ),
 }
 

@@ -31,15 +31,6 @@ class NoLossInTheSecond(Small):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-class OneAtATime(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x, index):
-        return self.blocks[index](x)
-
-
 def weights(module):
     return [local(parameter).detach().clone() for parameter in module.parameters()]
 
@@ -61,28 +52,10 @@ def test_a_step_whose_last_micro_batch_has_no_loss_is_refused():
         train(NoLossInTheSecond(4, 1))
 
 
-def test_a_block_without_a_part_in_the_last_micro_batch_is_named():
-    waiting = WaitingGradients("replicas")
-    with fake_world(0, 2):
-        module = OneAtATime()
-        mesh = Mesh.of(ParallelDims(replicate=2).of_world(2), "cpu").weights
-        for part in (*module.blocks, module):
-            fully_shard(part, mesh=mesh)
-        for index in (0, 1):
-            waiting.before_backward(module, accumulates=index == 0)
-            module(torch.ones(1, 4), index).sum().backward()
-            if index == 0:
-                waiting.after_backward(module)
-        with pytest.raises(UsageError, match=r"reduce_gradients='replicas': 'blocks\.0' has gradients of earl"):
-            waiting.after_backward(module)
-        waiting.forget(module)
-        waiting.after_backward(module)
-
-
 @pytest.mark.parametrize(
     ("reduction", "share", "reduce_dtype"),
-    # this rank's part of the sum over all ranks, or over the shards; the whole gradient, also where weights are bf16
-    [("micro_batch", 1 / 4, None), ("replicas", 1 / 4, None), ("step", 1, None), ("step", 1, torch.float32)],
+    # this rank's part of the sum over all ranks; the whole gradient, also where weights are bf16
+    [("micro_batch", 1 / 4, None), ("step", 1, None), ("step", 1, torch.float32)],
 )
 def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction, share, reduce_dtype):
     waiting = WaitingGradients(reduction)
@@ -96,7 +69,6 @@ def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction
             module(torch.ones(1, 64)).float().sum().backward()
         (group,) = _groups(module)
         kept = [parameter.grad for parameter in module.parameters()]
-        kept += [group._partial_reduce_output]
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             kept += [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
@@ -105,5 +77,5 @@ def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction
 
 
 def test_another_word_is_refused():
-    with pytest.raises(UsageError, match="reduce_gradients='never': give one of micro_batch, replicas, step"):
-        FSDP2Strategy(reduce_gradients="never")
+    with pytest.raises(UsageError, match="reduce_gradients='replicas': give one of micro_batch, step"):
+        FSDP2Strategy(reduce_gradients="replicas")

@@ -83,9 +83,9 @@ def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> I
         yield from _checkpointing(setup)
     if setup.is_ours and setup.weights_dtype.itemsize > 2:
         yield _Candidate(
-            ("--trainer.plugins '[{class_path: BF16True, init_args: {optimizer_state: bf16}}]'",),
-            "8 bytes a parameter: weights and averages in bf16, rounded stochastically",
-            setup.changed(plugins=[BF16True(optimizer_state="bf16")]),
+            ("--trainer.plugins '[BF16True]'",),
+            "12 bytes a parameter: weights and gradients in bf16, rounded stochastically",
+            setup.changed(plugins=[BF16True()]),
         )
     averages = memory.instants[STEP].get("optimizer state", 0) if STEP in memory.instants else 0
     if state - 3 * averages // 4 < room:

@@ -19,7 +19,7 @@ from lightning_tricks._trainer import is_a
 from lightning_tricks.accounting.memory import activation_bytes_per_token
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.models import attention
-from lightning_tricks.optim import Muon, build_optimizer, muon, schedule_free_parts
+from lightning_tricks.optim import Muon, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.parallel.dims import Mesh
@@ -245,9 +245,8 @@ def _first_batch(setup: RunSetup) -> Any:
 
 
 def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
-    if hasattr(module, "param_rules") and hasattr(module, "decay_embeddings"):
-        settings = (module.weight_decay, module.decay_embeddings, module.param_rules, module.mup)
-        optimizer = build_optimizer(module, module.optimizer, *settings)
+    if hasattr(module, "make_optimizer"):
+        optimizer = module.make_optimizer()
     else:
         optimizer = _found_in(module.configure_optimizers())
     for part in schedule_free_parts(optimizer):
@@ -256,7 +255,7 @@ def _optimizer(setup: RunSetup, module: Any) -> torch.optim.Optimizer:
         if isinstance(part, Muon) and setup.kind == "ddp":
             part.replicas = dist.group.WORLD  # as OptimizerMixin does
     if is_a(setup.plugin, "BF16True"):
-        BF16Step(optimizer, setup.plugin.update, setup.plugin.optimizer_state, 0)
+        BF16Step(optimizer)
     return optimizer
 
 

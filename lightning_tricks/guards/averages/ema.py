@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.checkpoints.averages import MEAN
 from lightning_tricks.guards.averages.weight_average import WeightAverage
 
 DECAY = 0.999
-_MEAN = "mean"
 
 
 def decay_at(update: int, decay: float, warmup: bool) -> float:
@@ -34,7 +34,7 @@ class EMA(WeightAverage):
 
     At the start of a validation the average and the weights change places, in the same memory, and at its end, or after
     an exception, they change back. `val/ema_share` tells that the other metrics of this validation are of the average:
-    it is `blend`, and 0 where there was no average.
+    it is 1, and 0 where there was no average.
 
     Checkpoints hold the weights that are trained as `state_dict`, whenever they are saved, and the average beside them
     as `averages`. A resumed run goes on with it to the bit, also in folders of shards and with another number of
@@ -46,7 +46,6 @@ class EMA(WeightAverage):
         horizon_steps: another way to give the decay: 1 - 1 / horizon_steps. An old step has lost half of its share
             after 0.69 * horizon_steps steps.
         warmup: begin with a small decay, so that the first weights are soon forgotten, see `decay_at`.
-        blend: share of the average in what takes the weights' place; the rest is the weights. 1: the average alone.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
 
     Raises:
@@ -54,7 +53,7 @@ class EMA(WeightAverage):
             ModelParallelStrategy; two of them in one Trainer, or beside a TailAverage if both validate; at a resume,
             an average of other weights.
 
-    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046; `blend` is LAMBDA and `horizon_steps` is TAU in
+    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046; `horizon_steps` is TAU in
         https://github.com/KellerJordan/modded-nanogpt/pull/325.
     """
 
@@ -65,7 +64,6 @@ class EMA(WeightAverage):
         decay: float = DECAY,
         horizon_steps: float | None = None,
         warmup: bool = True,
-        blend: float = 1.0,
         validate: bool = True,
     ) -> None:
         if not 0 < decay < 1:
@@ -74,7 +72,7 @@ class EMA(WeightAverage):
             raise UsageError(f"EMA: horizon_steps={horizon_steps}: give a finite number above 1")
         if horizon_steps is not None and decay != DECAY:
             raise UsageError(f"EMA: decay={decay} and horizon_steps={horizon_steps} say the same: give one of them")
-        super().__init__(blend, validate)
+        super().__init__(validate)
         self.decay = decay if horizon_steps is None else 1 - 1 / horizon_steps
         self.horizon_steps, self.warmup = horizon_steps, warmup
         self._updates = 0  # of the average
@@ -82,12 +80,12 @@ class EMA(WeightAverage):
     def begin(self) -> None:
         """Begin with the weights as they are."""
         assert self.weights is not None
-        self.terms, self.parts, self._updates = {_MEAN: self.weights.copies()}, {_MEAN: 1.0}, 0
+        self.terms, self._updates = {MEAN: self.weights.copies()}, 0
 
     def advance(self, trainer: Any) -> None:
         """Move towards the weights."""
         assert self.weights is not None
-        self.weights.move(self.terms[_MEAN], 1 - decay_at(self._updates, self.decay, self.warmup))
+        self.weights.move(self.terms[MEAN], 1 - decay_at(self._updates, self.decay, self.warmup))
         self._updates += 1
 
     def progress(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lightning_tricks._on_exception import only_warn
 from lightning_tricks._refusals import refuse
 from lightning_tricks._tensors import local, sharded_like
 from lightning_tricks._trainer import around_saves
-from lightning_tricks.checkpoints.averages import AVERAGES, RAW, mixed
+from lightning_tricks.checkpoints.averages import AVERAGES, MEAN
 from lightning_tricks.parallel.shard import drop_gathered
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
@@ -153,21 +153,16 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class Swap:
     """Writes an average into the memory of the weights, and the weights back, to the bit.
 
-    Where a single average of the weights' dtype takes their place, the two exchange their contents, and no third copy
-    is made. Otherwise (bf16 weights, an average that is mixed with the weights) the weights are copied for as long as
-    the average is in place.
+    Where both have one dtype, the two exchange their contents, and no third copy is made. bf16 weights are copied for
+    as long as the average is in place.
 
     Args:
         weights: what is averaged.
-        terms: averages by name.
-        shares: see `mixed`.
+        average: of them.
     """
 
-    def __init__(
-        self, weights: AveragedWeights, terms: Mapping[str, Sequence[Tensor]], shares: Mapping[str, float]
-    ) -> None:
-        self._owner, self._terms = weights, terms
-        self._shares = {name: share for name, share in shares.items() if share != 0}
+    def __init__(self, weights: AveragedWeights, average: Sequence[Tensor]) -> None:
+        self._owner, self._average = weights, average
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []  # of the weights
         self._exchanged = 0  # number of weights that have changed places with their average
@@ -177,36 +172,26 @@ class Swap:
         """Put the average in place."""
         drop_gathered(self._owner.module)
         self._weights = [values(tensor) for tensor in self._owner.tensors]
-        if average := self._single_average():
-            for index in range(self._exchanged, len(average)):
-                _exchange(self._weights[index], average[index])
+        if all(one.dtype == other.dtype for one, other in zip(self._weights, self._average, strict=True)):
+            for index in range(self._exchanged, len(self._average)):
+                _exchange(self._weights[index], self._average[index])
                 self._exchanged += 1
             return
         with torch.inference_mode(False):  # the copies outlive a validation that ends with an exception
             self._copies = [weight.clone() for weight in self._weights]
-        for index, weight in enumerate(self._weights):
-            weight.copy_(mixed(weight, {name: term[index] for name, term in self._terms.items()}, self._shares))
+        for weight, mean in zip(self._weights, self._average, strict=True):
+            weight.copy_(mean)
 
     @torch.no_grad()
     def leave(self) -> None:
         """Put the weights back, as far as they are not in their place."""
         drop_gathered(self._owner.module)
-        average = self._single_average()
-        while self._exchanged and average:
+        while self._exchanged:
             self._exchanged -= 1
-            _exchange(self._weights[self._exchanged], average[self._exchanged])
+            _exchange(self._weights[self._exchanged], self._average[self._exchanged])
         for weight, copy in zip(self._weights, self._copies, strict=False):
             weight.copy_(copy)
         self._copies = []
-
-    def _single_average(self) -> Sequence[Tensor] | None:
-        """The average that takes the place of the weights as it is."""
-        (name, *more) = self._shares
-        if more or name == RAW:
-            return None
-        average = self._terms[name]
-        same = all(one.dtype == other.dtype for one, other in zip(self._weights, average, strict=True))
-        return average if same else None
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
@@ -225,17 +210,14 @@ class WeightAverage(pl.Callback):
     Attributes:
         NAME: of the average in checkpoints and metrics.
         weights: what is averaged; None before a run.
-        terms: averages by name, each with a tensor for each of `weights.tensors`.
-        parts: how much of each term makes up the average; together 1.
+        terms: averages by kind, each with a tensor for each of `weights.tensors`; MEAN takes the weights' place.
         step: `trainer.global_step` when the average last moved.
     """
 
     NAME: ClassVar[str]
 
-    def __init__(self, blend: float, validate: bool) -> None:
-        if not 0 < blend <= 1:
-            raise UsageError(f"{type(self).__name__}: blend={blend}: give a share of the average, above 0, up to 1")
-        self.blend, self.validate = blend, validate
+    def __init__(self, validate: bool) -> None:
+        self.validate = validate
         self._swapped = ExitStack()
         self._trainer: Any = None
         self._reset()
@@ -243,7 +225,6 @@ class WeightAverage(pl.Callback):
     def _reset(self) -> None:
         self.weights: AveragedWeights | None = None
         self.terms: dict[str, list[Tensor]] = {}
-        self.parts: dict[str, float] = {}
         self.step = 0
         self._loaded: dict[str, Any] | None = None
         self._was_rolled_back = False  # from a copy in memory
@@ -252,7 +233,7 @@ class WeightAverage(pl.Callback):
 
     @abstractmethod
     def begin(self) -> None:
-        """Set `terms` and `parts` for a run that begins."""
+        """Set `terms` for a run that begins."""
 
     @abstractmethod
     def advance(self, trainer: Any) -> None:
@@ -318,7 +299,6 @@ class WeightAverage(pl.Callback):
         drop_gathered(module)
         self.weights = AveragedWeights(module, {name for term in saved["weights"].values() for name in term})
         self.terms = {term: self.weights.load(value, trainer.ckpt_path) for term, value in saved["weights"].items()}
-        self.parts = dict(saved["parts"])
         self.load_progress(saved["progress"])
 
     def _summary(self) -> str:
@@ -334,7 +314,7 @@ class WeightAverage(pl.Callback):
         if self.weights is None:
             return None
         self._catch_up(self._trainer)
-        return {"terms": self.terms, "parts": dict(self.parts), "progress": self.progress()}
+        return {"terms": self.terms, "progress": self.progress()}
 
     @torch.no_grad()
     def load_rollback_state(self, state: dict[str, Any] | None) -> None:
@@ -346,7 +326,6 @@ class WeightAverage(pl.Callback):
             if number := len(average) - len(copied):  # unfrozen since then: until then each was its own average
                 copied = [*copied, *self.weights.copies(number)]
             torch._foreach_copy_(average, copied)
-        self.parts = dict(state["parts"])
         self.load_progress(state["progress"])
         self._was_rolled_back = True
 
@@ -399,14 +378,8 @@ class WeightAverage(pl.Callback):
             self._catch_up(trainer)  # a callback in front of this one may save
         checkpoint.setdefault(AVERAGES, {})[self.NAME] = {
             "weights": {term: self.weights.by_name(average) for term, average in self.terms.items()},
-            "shares": self._shares(),
-            "parts": dict(self.parts),
             "progress": self.progress(),
         }
-
-    def _shares(self) -> dict[str, float]:
-        """Shares of the weights and of the terms in what takes the weights' place."""
-        return {RAW: 1 - self.blend, **{term: self.blend * part for term, part in self.parts.items()}}
 
     # ---- in the place of the weights
 
@@ -422,7 +395,7 @@ class WeightAverage(pl.Callback):
     @contextmanager
     def _in_place(self, trainer: Any, weights: AveragedWeights) -> Iterator[None]:
         """Have the average in the place of the weights, except while a checkpoint is saved."""
-        swap = Swap(weights, self.terms, self._shares())
+        swap = Swap(weights, self.terms[MEAN])
 
         @contextmanager
         def weights_back() -> Iterator[None]:
@@ -471,4 +444,4 @@ class WeightAverage(pl.Callback):
     def _tell(self, trainer: Any, module: Module, stage: str) -> None:
         if not trainer.sanity_checking and self.validate:
             in_place = self.weights is not None and self.weights.module is module
-            module.log(f"{stage}/{self.NAME}_share", self.blend if in_place else 0.0, sync_dist=True)
+            module.log(f"{stage}/{self.NAME}_share", 1.0 if in_place else 0.0, sync_dist=True)

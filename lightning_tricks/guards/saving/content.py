@@ -30,8 +30,7 @@ def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
     """The value of `checkpoint[KEY]`, plain types.
 
     Its entries: `record`, the fields of a Record without checksums; `recipe`, the command line's settings as YAML, None
-    in a run from Python; `versions`; `module`, the LightningModule's class. The checkpoints of version 0.1 also have
-    `rng`, the random state of each rank, which now is the checkpoint's own entry: see `save_random_states`.
+    in a run from Python; `versions`; `module`, the LightningModule's class.
     """
     fields = asdict(record)
     del fields["checksums"]

@@ -58,26 +58,15 @@ def not_finite(numbers: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _parts(numbers: Iterable[Tensor]) -> list[Tensor]:
-    """The numbers on this rank, each as a real tensor that has a norm."""
+    """The numbers on this rank, each as a real tensor; not those of one byte, nor of sparse and nested tensors."""
     parts = []
     for number in numbers:
         if is_lazy(number):  # it has none yet
             continue
-        whole = local(getattr(number, "ds_tensor", number)).detach()
-        for part in whole.unbind() if whole.is_nested else [_strided(whole)]:
-            if part.is_complex():
-                part = torch.view_as_real(part)
-            # no number of four bits is infinite, and torch computes with none
-            if not part.is_floating_point() or part.numel() == 0 or part.dtype == torch.float4_e2m1fn_x2:
-                continue
-            parts.append(part.float() if part.itemsize == 1 else part)
+        part = local(getattr(number, "ds_tensor", number)).detach()
+        if part.is_nested or part.layout != torch.strided or part.itemsize == 1 or part.numel() == 0:
+            continue
+        part = torch.view_as_real(part) if part.is_complex() else part
+        if part.is_floating_point():
+            parts.append(part)
     return parts
-
-
-def _strided(part: Tensor) -> Tensor:
-    """The numbers of a tensor of any layout."""
-    if part.is_mkldnn:
-        return part.to_dense()
-    if part.layout == torch.strided:
-        return part
-    return (part.coalesce() if part.is_sparse else part).values()

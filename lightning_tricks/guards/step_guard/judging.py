@@ -1,9 +1,9 @@
-"""How steps are judged: limits from the accepted steps on the device, the verdict there, and the report on the host."""
+"""How steps are judged: the verdict on the device, and the report on the host."""
 
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,112 +14,9 @@ from lightning_tricks._samples import in_words
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import Part
 
-SAME, RETRIED, OUT_AGAIN = 1.0, 2.0, 3.0  # results of a step that was computed again
-_RECHECKS = {
-    SAME: ", and the same when computed again: it is the data",
-    RETRIED: "; computed again it was another, which is used: a hardware fault, or kernels that are not deterministic",
-    OUT_AGAIN: "; computed again it was another, and out of bounds too: a hardware fault, or kernels that are not "
-    "deterministic",
-}
 _GO_ON = "go on from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
 _MANY = 256  # steps that a run without logging keeps before it counts them
 _LINES = 5  # an interval, so that a run in trouble does not fill the terminal
-
-
-class OutlierWindow:
-    """Mean and standard deviation of the last accepted values of each signal: a loss and a gradient norm.
-
-    Rejected values never enter: with a rule that lets them in, one NaN in the window makes every limit NaN until it
-    leaves, and one spike widens the limits for as long. Each step has a place in the window, and a rejected one leaves
-    the value there that an earlier step has written.
-
-    Nothing is read on the host. The values of several steps, an eighth of the window, are taken in together, and the
-    limits computed anew: so a step costs few operations on the device.
-
-    Args:
-        ratios: of each signal: so many times the window's largest value must an outlier exceed as well; 0 for none.
-        size: steps in the window.
-        active_after: accepted steps before finite values can be outliers.
-        sigmas: standard deviations above the mean at which an outlier begins.
-        device: of the values.
-
-    Attributes:
-        limits: the largest value of each signal that is no outlier, (signals,); the largest number until the window is
-            active. Always finite, and in float64, in which no square overflows (float32 on mps).
-        known_full: whether the host has heard that no value is missing, so that the shorter formula holds.
-
-    Source: the limit is that of `SkipStepOptimizer` in OLMo-core,
-        https://github.com/allenai/OLMo-core/blob/main/src/olmo_core/optim/skip_step_optimizer.py, whose window also
-        takes the rejected values.
-    """
-
-    def __init__(self, ratios: Sequence[float], size: int, active_after: int, sigmas: float, device: Any) -> None:
-        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # mps has no float64
-        self.active_after, self.sigmas, self.known_full = active_after, sigmas, False
-        self._ratios = torch.tensor(ratios, dtype=dtype, device=device)
-        self._values = torch.zeros(len(ratios), size, dtype=dtype, device=device)
-        self._filled = torch.zeros(size, dtype=dtype, device=device)  # 1 where an accepted step has written
-        self._steps = 0  # judged ones
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # values of the last steps, and whether they are accepted
-        self._every = max(steps for steps in range(1, max(size // 8, 1) + 1) if size % steps == 0)
-        self.limits = self._limits()
-
-    def accept(self, values: Tensor, accepted: Tensor) -> bool:
-        """Take a step's values, (signals,), into the window if `accepted`, a 0-dim bool; whether limits are new."""
-        self._waiting.append((values, accepted))
-        self._steps += 1
-        if self._steps % self._every:
-            return False
-        self._take_in()
-        self.limits = self._limits()
-        return True
-
-    def _take_in(self) -> None:
-        number = len(self._waiting)
-        first = (self._steps - number) % self._values.shape[1]
-        values, accepted = (torch.stack(own, -1) for own in zip(*self._waiting, strict=True))
-        place = self._values[:, first : first + number]
-        torch.where(accepted, values, place, out=place)
-        if not self.known_full:
-            place = self._filled[first : first + number]
-            torch.maximum(place, accepted.to(place), out=place)
-        self._waiting = []
-
-    def _limits(self) -> Tensor:
-        if self.known_full:
-            deviation, mean = torch.std_mean(self._values, 1)
-        else:
-            number = self._filled.sum()
-            mean = self._values.mv(self._filled) / number
-            deviation = ((self._values - mean.unsqueeze(1)).square().mv(self._filled) / (number - 1)).sqrt()
-        deviation = deviation.hypot(1e-5 * mean)  # equal values have no deviation, and a mean that is rounded
-        limits = mean.add(deviation, alpha=self.sigmas).maximum(self._ratios * self._values.amax(1))
-        largest = torch.finfo(limits.dtype).max
-        if limits.dtype == torch.float32:
-            limits = limits.clamp(max=largest)
-        return limits if self.known_full else torch.where(number < self.active_after, largest, limits)
-
-    def missing(self) -> Tensor:
-        """Accepted steps until the window is full, as of the last limits, 0-dim."""
-        return len(self._filled) - self._filled.sum()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The accepted values, on the host."""
-        waiting = [(values.cpu(), bool(accepted)) for values, accepted in self._waiting]
-        own = {"steps": self._steps, "waiting": waiting, "known_full": self.known_full}
-        return {"values": self._values.cpu(), "filled": self._filled.cpu(), **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the values of a run whose window was as large; keep an empty window otherwise."""
-        if state["values"].shape != self._values.shape:
-            return
-        device = self._values.device
-        self._values.copy_(state["values"])
-        self._filled.copy_(state["filled"])
-        self._steps = state["steps"]
-        self._waiting = [(values.to(device), torch.tensor(ok, device=device)) for values, ok in state["waiting"]]
-        self.known_full = state["known_full"]
-        self.limits = self._limits()
 
 
 class Judgement:
@@ -142,25 +39,20 @@ class Judgement:
     """
 
     def __init__(self, parts: Sequence[Part], norm: Tensor, limits: Tensor, several: bool, overflows: bool) -> None:
-        self._computed = torch.stack([_like(limits, number) for number in (norm, *chain(*parts))])
-        own = self._computed[1:].view(-1, 2).sum(0) if len(parts) != 1 else self._computed[1:]
+        computed = torch.stack([_like(limits, number) for number in (norm, *chain(*parts))])
+        own = computed[1:].view(-1, 2).sum(0) if len(parts) != 1 else computed[1:]
         sums = own
         if several:
             sums = own.clone()
             all_reduce(sums)
         self.counted = sums[1] > 0
-        self.values, self.limits = torch.stack([_mean(sums), self._computed[0]]), limits
+        self.values, self.limits = torch.stack([_mean(sums), computed[0]]), limits
         self.within = self.values <= limits
         self._own_is_within = _mean(own) <= limits[0] if several else self.within[0]
         self.finite = self.values[1].isfinite() if overflows else None
         if self.finite is not None:
             self.within[1] |= ~self.finite & self.within[0]
         self.good = self.within.all()
-
-    def same_bits(self, other: "Judgement") -> Tensor:
-        """Whether another computation of the step gave the same bits of each loss and of the norm: 0-dim bool."""
-        bits = torch.int32 if self._computed.dtype == torch.float32 else torch.int64
-        return (self._computed.view(bits) == other._computed.view(bits)).all()
 
     def out_of_bounds(self, rank: int) -> tuple[Tensor, Tensor]:
         """For the report, where the largest value over all ranks shows what was out of bounds on any of them.
@@ -214,15 +106,12 @@ class Names:
 
     Attributes:
         skipped: whether the step was skipped, 0 or 1.
-        recheck: result of a step that was computed again.
-        missing: steps until the window is full, while that is not known.
         values, rank: see `Judgement.out_of_bounds`; in runs of several processes.
     """
 
     def __init__(self, index: int, number: int) -> None:
         place = f"_step_guard/{index}.{number}/"
-        self.skipped, self.recheck = f"{place}skipped", f"{place}recheck"
-        self.missing, self.rank = f"{place}missing", f"{place}rank"
+        self.skipped, self.rank = f"{place}skipped", f"{place}rank"
         self.values = tuple(place + name for name in ("loss", "norm", "loss_limit", "norm_limit"))
 
 
@@ -245,13 +134,11 @@ class SkippedSteps:
 
     Attributes:
         reason_to_stop: why the run shall stop; empty while it shall not.
-        full_windows: indices of the optimizers whose window is full on every rank.
     """
 
     def __init__(self, max_in_a_row: int, counts: Sequence[Sequence[float]] = ()) -> None:
         self.max_in_a_row = max_in_a_row
         self.reason_to_stop = ""
-        self.full_windows: set[int] = set()
         self._names: list[list[Names]] = [[] for _ in counts]  # of each optimizer's first, second, ... step in a batch
         self._in_a_row = [int(in_a_row) for in_a_row, _ in counts]
         self._totals = [int(total) for _, total in counts]
@@ -308,17 +195,13 @@ class SkippedSteps:
 
     def _lines_of(self, row: Row, judged: Judged, skipped: bool) -> list[str]:
         """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
-        index, step, names = judged.optimizer_index, row.step, judged.names
-        if row.values.get(names.missing, 1) <= 0:
-            self.full_windows.add(index)
+        index, step = judged.optimizer_index, row.step
         if not skipped:
             self._in_a_row[index] = 0
             self._streaks[index].clear()
             if too_many := self._too_many.pop(index, ""):
                 self.reason_to_stop = f"{too_many}. Later steps were accepted, so the weights are newer: {_GO_ON}"
-            if names.recheck not in row.values:
-                return []
-            return [f"StepGuard: step {step}: {_reason(row, judged)}; {judged.batch}"]
+            return []
         self._totals[index] += 1
         self._in_a_row[index] += 1
         self._streaks[index].append((step, judged.batch))
@@ -338,7 +221,7 @@ class SkippedSteps:
 
 
 def _reason(row: Row, judged: Judged) -> str:
-    """Which values are out of bounds, on which rank, and the same or not when computed again."""
+    """Which values are out of bounds, and on which rank."""
     names = judged.names
     if names.rank in row.values:
         numbers = [row.values[name] for name in names.values]
@@ -353,7 +236,7 @@ def _reason(row: Row, judged: Judged) -> str:
             parts.append(f"{label} {value:.4g} above {limit:.4g}")
     rank = row.values.get(names.rank, 0)
     where = f" on rank {int(rank) - 1}" if rank > 1 else ""
-    return " and ".join(parts) + where + _RECHECKS.get(row.values.get(names.recheck, 0), "")
+    return " and ".join(parts) + where
 
 
 def _joined(batches: list[Batch]) -> str:

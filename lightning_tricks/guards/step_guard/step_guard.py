@@ -5,8 +5,9 @@ optimizer's kernel reads it there. The host hears of it with the values of the l
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,35 +15,22 @@ from torch import Tensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import gather, random_state, set_random_state
+from lightning_tricks._random_state import gather
 from lightning_tricks._refusals import refuse
 from lightning_tricks._replaced import replaced
 from lightning_tricks._samples import step_samples
 from lightning_tricks._tensors import where_read
 from lightning_tricks._trainer import (
-    enabled_scaler,
     logging_step,
     optimizer_index,
-    repeat_micro_batches,
     run_facts,
     unwrapped,
-    weights_layout,
 )
-from lightning_tricks.guards.step_guard.judging import (
-    OUT_AGAIN,
-    RETRIED,
-    SAME,
-    Batch,
-    Judgement,
-    Names,
-    OutlierWindow,
-    SkippedSteps,
-    any_rank,
-)
+from lightning_tricks.guards.outlier_window import OutlierWindow
+from lightning_tricks.guards.step_guard.judging import Batch, Judgement, Names, SkippedSteps, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
-from lightning_tricks.metrics.row import Row
-from lightning_tricks.optim import clip_grad_norm, clip_grad_norm_fsdp1, skips_on_device
+from lightning_tricks.optim import skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
 
@@ -108,7 +96,7 @@ class StepGuard(pl.Callback):
     passes of the step: see `KeptBuffers`.
 
     Fused Adam and AdamW and this collection's Muon skip on the device. Other optimizers cost one read of the device a
-    step; so does `recheck`. Under fp16 with a loss scale a skipped step counts as an overflow, which halves the scale,
+    step. Under fp16 with a loss scale a skipped step counts as an overflow, which halves the scale,
     and overflows are left to the scaler; `16-true` has none, and its steps are judged as those of other precisions.
 
     Args:
@@ -118,18 +106,12 @@ class StepGuard(pl.Callback):
         window_steps: accepted steps over which mean and deviation are taken.
         active_after_steps: accepted steps before finite values can be out of bounds.
         max_skipped_steps: the run stops when so many steps in a row were skipped.
-        recheck: compute a step that is out of bounds once more, with the same batches, weights and random numbers. The
-            same bits again: it is the data, and the step is skipped. Other bits: a hardware fault or non-deterministic
-            kernels; the second result is used if it is within bounds. For automatic optimization without fp16.
 
     Raises:
-        UsageError: an option out of its range; when training starts, Lightning's own DeepSpeedStrategy, LBFGS, a fused
-            optimizer under Lightning's fp16, or `recheck` with DeepSpeed, fp16 or manual optimization; in training,
-            after `max_skipped_steps` skipped steps in a row.
+        UsageError: an option out of its range; when training starts, Lightning's own DeepSpeedStrategy, FSDP1, LBFGS or
+            a fused optimizer under Lightning's fp16; in training, after `max_skipped_steps` skipped steps in a row.
 
-    Source: 6 standard deviations of 128 steps: `SkipStepOptimizer` of OLMo-core, see `OutlierWindow`. Recheck: the
-        re-run state machine of Megatron-LM,
-        https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/rerun_state_machine.py.
+    Source: 6 standard deviations of 128 steps: `SkipStepOptimizer` of OLMo-core, see `OutlierWindow`.
     """
 
     def __init__(
@@ -139,7 +121,6 @@ class StepGuard(pl.Callback):
         window_steps: int = 128,
         active_after_steps: int = 64,
         max_skipped_steps: int = 10,
-        recheck: bool = False,
     ) -> None:
         if not sigmas > 0:
             raise UsageError(f"StepGuard.sigmas={sigmas}: give a number of standard deviations above 0, such as 6")
@@ -154,7 +135,7 @@ class StepGuard(pl.Callback):
             raise UsageError(f"StepGuard.max_skipped_steps={max_skipped_steps}: give 1 or more")
         self.sigmas, self.norm_ratio = sigmas, norm_ratio
         self.window_steps, self.active_after_steps = window_steps, active_after_steps
-        self.max_skipped_steps, self.recheck = max_skipped_steps, recheck
+        self.max_skipped_steps = max_skipped_steps
         self._loaded: dict[str, Any] = {}  # the state of a checkpoint, for the next fit
         self._replacements = ExitStack()  # until the batch ends
         self._reset()
@@ -163,13 +144,12 @@ class StepGuard(pl.Callback):
         """Reset the state that belongs to one fit."""
         self._buffers: KeptBuffers | None = None  # from the start of training on
         self._windows: list[OutlierWindow] = []  # of each optimizer
-        self._micro_batches: list[tuple[Any, int, dict[str, Any]]] = []  # of the step, each with the random state
         self._skipped = SkippedSteps(self.max_skipped_steps)
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a strategy, before any process is started."""
         if stage == "fit":
-            refuse("StepGuard", trainer.strategy, "StepGuard:")
+            _refuse_strategy(trainer)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Drop the state of a checkpoint that was validated before this fit."""
@@ -178,16 +158,19 @@ class StepGuard(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run whose steps cannot be skipped; find the buffer."""
-        _refuse(trainer, pl_module, self.recheck)
+        _refuse_strategy(trainer)
+        refuse_lbfgs(trainer, "StepGuard")
         self._reset()
         facts = run_facts(trainer)
-        self._scaler, self._has_engine, self._is_flat = facts.scaler, facts.has_engine, facts.layout == "flat"
+        self._scaler, self._has_engine = facts.scaler, facts.has_engine
         self._others_skip = facts.scaler is not None or (facts.has_engine and facts.precision.startswith("16"))
         self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._report)
+        self._buffer.at_flush(lambda rows: self._skipped.report(rows))
         self._loss = self._buffer.step_loss()
         self._loss.keep()
+        if not self._has_engine:
+            self._buffer.step_norm().at_step(partial(self._judge_step, trainer, pl_module))
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
@@ -206,21 +189,11 @@ class StepGuard(pl.Callback):
         self._skipped = SkippedSteps(self.max_skipped_steps, counts)
         self._buffers = KeptBuffers(pl_module)
 
-    def _report(self, rows: list[Row]) -> dict[str, float]:
-        """Tell what was skipped in an interval; after the first one, find the buffers that never change."""
-        if self._buffers is not None and not self._buffer.failed:
-            self._buffers.find_constants()
-        return self._skipped.report(rows)
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Keep the buffers, and what is needed to compute the step again."""
+        """Keep the buffers."""
         self._batch_idx = batch_idx
-        if not self._loss.pending:  # else it is a further micro-batch of a step
-            self._micro_batches = []
-            if self._buffers is not None:
-                self._buffers.save()
-        if self.recheck:
-            self._micro_batches.append((batch, batch_idx, random_state()))
+        if self._buffers is not None and not self._loss.pending:  # else it is a further micro-batch of a step
+            self._buffers.save()
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
         """Stop after too many skips."""
@@ -228,44 +201,26 @@ class StepGuard(pl.Callback):
             raise UsageError(self._skipped.reason_to_stop)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
-        """Judge the step after its clip, which comes next; in manual optimization at once."""
+        """Have DeepSpeed's engine ask for the judgement; refuse gradients that are still scaled."""
         index = self._index_of(trainer, optimizer)
         optimizer = self._optimizers[index]
         if self._has_engine:
             strategy: Any = trainer.strategy
 
             def veto(norm: Tensor) -> bool:
-                return bool(self._judge(trainer, pl_module, index, norm))
+                return bool(self._judge(trainer, index, norm))
 
             self._replacements.enter_context(strategy.step_with_veto(veto))
             return
-        scaler = self._scaler
-        _refuse_scaled(trainer, optimizer, scaler)
-        if not pl_module.automatic_optimization:
-            skip = self._judge(trainer, pl_module, index, self._norm(trainer, optimizer))
-            if self._buffers is not None:
-                self._buffers.save()  # the next step may begin in the same batch
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
-            return
-        module: Any = pl_module
-        clip = module.configure_gradient_clipping
-        keeps_norm = _keeps_norm(pl_module)
+        _refuse_scaled(trainer, optimizer, self._scaler)
 
-        def clip_and_judge(*args: Any, **kwargs: Any) -> None:
-            def norm_and_clip() -> Tensor:
-                norm = None if keeps_norm else self._norm(trainer, optimizer)
-                clip(*args, **kwargs)
-                return module.grad_norm if norm is None else norm
-
-            skip = self._judge(trainer, pl_module, index, norm_and_clip(), norm_and_clip)
-            self._replacements.enter_context(skipping(optimizer, scaler, skip))
-
-        self._replacements.enter_context(replaced(pl_module, "configure_gradient_clipping", clip_and_judge))
-
-    def _norm(self, trainer: Any, optimizer: Any) -> Tensor:
-        if self._is_flat:
-            return clip_grad_norm_fsdp1(trainer.strategy.model, None)
-        return clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], None)
+    def _judge_step(self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor) -> None:
+        """Judge the step that comes next, behind its clip."""
+        index = self._index_of(trainer, optimizer)
+        skip = self._judge(trainer, index, norm)
+        if self._buffers is not None and not pl_module.automatic_optimization:
+            self._buffers.save()  # the next step may begin in the same batch
+        self._replacements.enter_context(skipping(self._optimizers[index], self._scaler, skip))
 
     def _index_of(self, trainer: Any, optimizer: Any) -> int:
         for index, own in enumerate(self._optimizers):
@@ -275,70 +230,33 @@ class StepGuard(pl.Callback):
         self._optimizers[index] = unwrapped(optimizer)
         return index
 
-    def _judge(
-        self, trainer: Any, pl_module: Any, index: int, norm: Tensor, clip_again: Callable[[], Tensor] | None = None
-    ) -> Tensor:
+    def _judge(self, trainer: Any, index: int, norm: Tensor) -> Tensor:
         """1.0 if the step of an optimizer that comes now is to be skipped, else 0.0: 0-dim, on the device."""
         window = self._windows[index]
-        window.known_full |= index in self._skipped.full_windows
-        judged = used = self._judgement(norm, window.limits)
         several = self._over_ranks is not None
-        skip, result = any_rank(~judged.good, several), None
-        if self.recheck and clip_again is not None and bool(skip):
-            used = self._judge_again(trainer, pl_module, self._optimizers[index], clip_again, window.limits, skip)
-            differs, skip = any_rank(~judged.same_bits(used), several), any_rank(~used.good, several)
-            result = torch.where(differs == 0, SAME, torch.where(skip == 0, RETRIED, OUT_AGAIN))
+        judged = Judgement(self._loss.take(), norm, window.limits, several, overflows=self._others_skip)
+        skip = any_rank(~judged.good, several)
         if self._buffers is not None:
             self._buffers.put_back(skip)
-        accepted = skip == 0 if several else used.good
+        accepted = skip == 0 if several else judged.good
         if self._loss.known:  # else the norms alone are judged
-            accepted = accepted & used.counted
-        has_new_limits = window.accept(used.values, accepted if used.finite is None else accepted & used.finite)
+            accepted = accepted & judged.counted
+        window.accept(judged.values, accepted if judged.finite is None else accepted & judged.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
         names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
         if trainer.log_every_n_steps:
-            self._record(trainer, names, judged, skip, result)
-            if has_new_limits and not window.known_full:
-                self._buffer.record(names.missing, window.missing(), self._over_ranks)
+            self._record(trainer, names, judged, skip)
         else:
             self._skipped.count_unheard()
         return skip
 
-    @torch.no_grad()
-    def _judge_again(
-        self, trainer: Any, pl_module: Any, optimizer: Any, clip: Callable[[], Tensor], limits: Tensor, skip: Tensor
-    ) -> Judgement:
-        """Compute the step once more: the same batches, weights, buffers and random numbers as the first time.
-
-        Its gradients and what it records in the buffer take the first ones' place; `self.log` keeps its first values.
-        """
-        if self._buffers is not None:
-            self._buffers.put_back(skip)
-        after, again = random_state(), iter(self._micro_batches)
-
-        def begin() -> None:
-            batch, _, state = next(again)
-            set_random_state(state)
-            self._loss.begin_batch(batch)
-
-        batches = [(batch, batch_idx) for batch, batch_idx, _ in self._micro_batches]
-        with self._buffer.replacing(), replaced(pl_module, "log", _no_log), replaced(pl_module, "log_dict", _no_log):
-            repeat_micro_batches(trainer, batches, optimizer, begin)
-        set_random_state(after)
-        return self._judgement(clip(), limits)
-
-    def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor, result: Tensor | None) -> None:
+    def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor) -> None:
         """Let the buffer keep what the report needs of other ranks, and what tells whether there is one."""
         self._buffer.record(names.skipped, skip)
-        if result is not None:
-            self._buffer.record(names.recheck, result)
         if self._over_ranks is not None:
             rank, out = judged.out_of_bounds(trainer.global_rank)
             self._buffer.record_all(names.values, out, self._over_ranks)
             self._buffer.record(names.rank, rank, self._over_ranks)
-
-    def _judgement(self, norm: Tensor, limits: Tensor) -> Judgement:
-        return Judgement(self._loss.take(), norm, limits, self._over_ranks is not None, overflows=self._others_skip)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
@@ -372,16 +290,9 @@ class StepGuard(pl.Callback):
         self._loaded = state_dict
 
 
-def _refuse(trainer: Any, pl_module: Any, recheck: bool) -> None:
-    """Refuse a run whose steps cannot be skipped, or not be computed again."""
+def _refuse_strategy(trainer: Any) -> None:
+    refuse("the gradient norm", trainer.strategy, "StepGuard:")
     refuse("StepGuard", trainer.strategy, "StepGuard:")
-    if recheck and weights_layout(trainer.strategy) == "engine":
-        raise UsageError("StepGuard.recheck=True: DeepSpeed's engine cannot repeat a step; set it to false")
-    refuse_lbfgs(trainer, "StepGuard")
-    if recheck and not pl_module.automatic_optimization:
-        raise UsageError("StepGuard.recheck=True: in manual optimization only the module can repeat a step; set false")
-    if recheck and enabled_scaler(trainer.precision_plugin) is not None:
-        raise UsageError("StepGuard.recheck=True: fp16 has scaled the step's gradients; set false, or train in bf16")
 
 
 def refuse_lbfgs(trainer: Any, who: str) -> None:
@@ -399,15 +310,3 @@ def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
             "train in bf16"
         )
-
-
-def _keeps_norm(pl_module: Any) -> bool:
-    """Whether the clip is GradientClippingMixin's own, which keeps the norm from before it."""
-    if not getattr(type(pl_module), "keeps_grad_norm", False):
-        return False
-    function = getattr(pl_module.configure_gradient_clipping, "__func__", None)
-    return getattr(function, "__module__", "").startswith("lightning_tricks.")
-
-
-def _no_log(*args: Any, **kwargs: Any) -> None:
-    """Stands for `self.log`, which would count the batch twice."""

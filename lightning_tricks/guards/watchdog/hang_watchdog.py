@@ -10,10 +10,6 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._exit import Deadline, end_now
@@ -32,20 +28,14 @@ from lightning_tricks._trainer import (
     running_place,
     stacks_of_threads,
 )
-from lightning_tricks.guards.watchdog.channel import VERDICT_SECONDS, Connection, connect, first_line, say
+from lightning_tricks.guards.watchdog.channel import Connection, answer_seconds, connect, first_line, say
 
 LOOK_SECONDS = 2.0  # between two looks, at most
-TIMER_SECONDS = 6.0  # beyond the limit: the others have named this rank then
-SILENT_SECONDS = 5.0  # after the answers: for the timer of a rank that gives none
 MISSES = 3  # looks in a row that fail before the watch ends
 SHOWN_RANKS = 8  # in one line
 HOOK_LIMITS = 10.0  # the limit of a hook, in those of a batch
 ENDED, FAILED = "ended", "failed"  # parts of a rank that has left its fit
 _DISPATCHER = ("torch._ops", "torch._library")  # what torch calls a functional collective's kernel through
-_ORDER = (  # within a micro-batch
-    "batch_start", "forward", "on_before_zero_grad", "on_before_backward", "backward", "on_after_backward",
-    "on_before_optimizer_step", "optimizer", "", "hook", "checkpoint", "validation", "loader",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,6 @@ class Place:
         collectives: number of collectives that this rank has begun, by the process group's key, which all of its ranks
             share; without groups that do not count.
         detail: the loader that it waits for, its error, or the innermost line of Python outside torch's dispatcher.
-        in_collective: whether that line is in torch.distributed.
         seconds: how long it has been there.
         left: how many seconds it may still stay there.
     """
@@ -80,25 +69,14 @@ class Place:
     validation_batches: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
     detail: str = ""
-    in_collective: bool = False
     seconds: float = 0.0
     left: float = 0.0
 
     @property
     def order(self) -> tuple[int, ...]:
-        """How far the rank has come: compared with that of another one."""
+        """How many batches the rank has fetched: compared with those of another one."""
         batches = self.validation_batches if self.evaluating else 0
-        part, hook = self.part, self.where.rpartition(".")[2]
-        if part == "hook":
-            part = "batch_start" if hook.endswith("batch_start") else hook if hook in _ORDER else part
-        late = part not in _ORDER or (self.evaluating and part == "hook")  # also after the last validation batch
-        return (
-            self.micro_batches,
-            self.validations,
-            self.evaluating,
-            batches,
-            len(_ORDER) if late else _ORDER.index(part),
-        )
+        return self.micro_batches, self.validations, self.evaluating, batches
 
     @property
     def progress(self) -> tuple[Any, ...]:
@@ -144,7 +122,8 @@ class Place:
 def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], validations: int) -> Place:
     """The place of this process, from the stack of the thread that trains, the innermost frame first."""
     part, where = running_place(stack)
-    innermost = next((frame for frame in stack if not _module(frame).startswith(_DISPATCHER)), stack[0])
+    is_torchs = lambda frame: str(frame.f_globals.get("__name__", "")).startswith(_DISPATCHER)  # noqa: E731
+    innermost = next((frame for frame in stack if not is_torchs(frame)), stack[0])
     return Place(
         process,
         part=part,
@@ -157,12 +136,7 @@ def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], valid
         validation_batches=evaluation_progress(trainer).current.ready,
         collectives=_collectives(),
         detail=describe_loader(stack) if part == "loader" else line_of(innermost),
-        in_collective=_module(innermost).startswith("torch.distributed"),
     )
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _collectives() -> dict[str, int]:
@@ -188,20 +162,24 @@ def judge(
     """
     known = {rank: Place(processes[rank], **places[rank]) for rank in sorted(places)}
     ranks = [place for rank, place in known.items() if rank not in silent]
-    failed = [place for place in ranks if place.part == FAILED][:SHOWN_RANKS]
+    failed = [place for place in ranks if place.part == FAILED]
     if failed:
-        lines = [f"{each.process.name} has left its run after step {each.step}: {each.detail}" for each in failed]
-        return "; ".join(lines), ()
+        left = [f"{each.process.name} has left its run after step {each.step}: {each.detail}" for each in failed]
+        return _listed(left), ()
     if silent:
         world = next(process.world for process in processes.values())
         names = {rank: processes[rank].name if rank in processes else f"rank {rank} of {world}" for rank in silent}
-        lines = [_silent(names[rank], known.get(rank)) for rank in sorted(silent)[:SHOWN_RANKS]]
-        more = f"; and {len(silent) - SHOWN_RANKS} more ranks" if len(silent) > SHOWN_RANKS else ""
-        return "; ".join(lines) + more, silent
+        return _listed([_silent(names[rank], known.get(rank)) for rank in sorted(silent)]), silent
     ended = [place for place in ranks if place.part == ENDED]
     if ended and len(ended) < ended[0].process.world:
         return f"{_names(ended)} {ended[0].text}: the others have more steps or batches", ()
     return _uneven_validation(ranks) or _behind(ranks)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Some of the lines in one, and how many more there are."""
+    more = [f"and {len(lines) - SHOWN_RANKS} more ranks"] if len(lines) > SHOWN_RANKS else []
+    return "; ".join([*lines[:SHOWN_RANKS], *more])
 
 
 def _uneven_validation(places: Sequence[Place]) -> tuple[str, Collection[int]] | None:
@@ -221,23 +199,14 @@ def _uneven_validation(places: Sequence[Place]) -> tuple[str, Collection[int]] |
 
 
 def _behind(places: Sequence[Place]) -> tuple[str, Collection[int]]:
-    last = _last(places)
+    """The line on the ranks with the fewest collectives begun or, where that is equal, the fewest batches fetched."""
+    least = min(place.order for place in places)
+    last = _fewest_collectives(places) or [place for place in places if place.order == least]
     line = f"no rank is behind the others: {places[0].text}" if len(places) > 1 else ""
     if len(last) < len(places):
-        text = last[0].text + (f" for {_seconds(last[0].seconds)}" if last[0].seconds else "")
+        text = last[0].text + (f" for {last[0].seconds:.0f} s" if last[0].seconds else "")
         line = f"{_names(last)} behind: {': '.join(filter(None, [text, last[0].detail]))}"
     return line, [place.process.rank for place in last]
-
-
-def _last(places: Sequence[Place]) -> Sequence[Place]:
-    """The ranks that have begun the fewest collectives; where that is equal, by their places; by their stacks."""
-    orders = [place.order for place in places]
-    behind = _fewest_collectives(places) or places
-    if len(behind) == len(places):
-        behind = [place for place in places if place.order == min(orders)]
-    if len(behind) == len(places):
-        behind = [place for place in places if not place.in_collective]
-    return behind or places
 
 
 def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
@@ -261,10 +230,6 @@ def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
     ]
 
 
-def _seconds(number: float) -> str:
-    return f"{number:.3g} s" if number < 999.5 else f"{number:.0f} s"
-
-
 def _silent(name: str, place: Place | None) -> str:
     seen = f", last seen {place.text}" if place else ""
     return f"{name} gives no sign of life{seen}: stopped, gone, or in C code that holds Python's lock"
@@ -278,41 +243,8 @@ def _names(places: Sequence[Place], verb: str = "is") -> str:
     return f"ranks {ranks}{more} {'are' if verb else ''}".rstrip()
 
 
-def communicates(model: nn.Module) -> bool:
-    """Whether the forward of a model needs all ranks.
-
-    FSDP2, tensor parallelism, FSDP1 and DeepSpeed's stage 3 gather weights; DDP broadcasts buffers, if there are any.
-    """
-    if any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return True
-    if isinstance(model, DistributedDataParallel):
-        return bool(model.will_sync_module_buffers())
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def uneven(lengths: Sequence[Sequence[float]]) -> str | None:
-    """The error where ranks have different numbers of validation batches; None where they are equal.
-
-    Args:
-        lengths: of each rank, the number of batches of each loader; infinite where a loader has no length.
-    """
-    if all(own == lengths[0] for own in lengths):
-        return None
-    numbers = [", ".join("unknown" if n == float("inf") else str(n) for n in own) for own in lengths]
-    common = max(numbers, key=numbers.count)
-    first = numbers.index(common)
-    others = [f"rank {rank}: {text}" for rank, text in enumerate(numbers) if text != common]
-    shown = ", ".join([f"rank {first}: {common}", *others[: SHOWN_RANKS - 1]])
-    smallest = int(min(min(own, default=0) for own in lengths))
-    return (
-        f"val_dataloaders: the ranks have different numbers of validation batches ({shown}), and the validation would "
-        "hang, because the model's forward needs all ranks: give every rank the same number, such as by "
-        f"Trainer.limit_val_batches={smallest}"
-    )
-
-
 class HangWatchdog(pl.Callback):
-    """Report a run that stands still; with `abort`, end it. Refuses an uneven validation. Never changes training.
+    """Report a run that stands still; with `abort`, end it. Never changes training.
 
     When a rank stays at one place longer than its limit, every rank prints the place and the stacks of all threads:
     waiting for the training or validation loader (which one, its dataset, its workers), in the forward, in the
@@ -321,10 +253,6 @@ class HangWatchdog(pl.Callback):
 
     With `abort` all processes of the run end after that with exit code 1: every rank by itself, with its data workers,
     and with the processes that Lightning's launcher has started.
-
-    Where the forward needs all ranks (FSDP, tensor parallelism, DeepSpeed's stage 3, DDP with buffers), ranks with
-    different numbers of validation batches hang. Where the loaders have lengths, they are compared before the first
-    validation.
 
     The watch runs in `fit` and in `validate`, from the start of the fit to its end. Nothing is done in a step.
 
@@ -340,8 +268,7 @@ class HangWatchdog(pl.Callback):
             until the first step is done.
 
     Raises:
-        UsageError: a limit is not positive, `first_step_seconds` is below `limit_seconds`; in a fit or a validation:
-            the ranks have different numbers of validation batches.
+        UsageError: a limit is not positive, or `first_step_seconds` is below `limit_seconds`.
     """
 
     def __init__(
@@ -353,14 +280,9 @@ class HangWatchdog(pl.Callback):
         hook_seconds: float | None = None,
     ) -> None:
         hook_seconds = HOOK_LIMITS * limit_seconds if hook_seconds is None else hook_seconds
-        options = {
-            "limit_seconds": limit_seconds,
-            "checkpoint_seconds": checkpoint_seconds,
-            "hook_seconds": hook_seconds,
-        }
-        for name, value in options.items():
+        for name, value in (("limit", limit_seconds), ("checkpoint", checkpoint_seconds), ("hook", hook_seconds)):
             if not value > 0:
-                raise UsageError(f"HangWatchdog.{name}={value}: give more than 0 seconds")
+                raise UsageError(f"HangWatchdog.{name}_seconds={value}: give more than 0 seconds")
         if not first_step_seconds >= limit_seconds:
             raise UsageError(
                 f"HangWatchdog.first_step_seconds={first_step_seconds}: give at least limit_seconds={limit_seconds}"
@@ -368,32 +290,18 @@ class HangWatchdog(pl.Callback):
         self.limit_seconds, self.first_step_seconds = limit_seconds, first_step_seconds
         self.checkpoint_seconds, self.hook_seconds, self.abort = checkpoint_seconds, hook_seconds, abort
         self._watch: _Watch | None = None
-        self._lengths_agree = False
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Begin to watch; all ranks must call."""
         self._stop()
-        self._lengths_agree = False
         if stage in ("fit", "validate") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._watch = _Watch(trainer, self, connect(trainer, "HangWatchdog"))
+            self._watch = _Watch(trainer, self, connect(trainer))
             self._watch.start()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Know which step is the first: a resumed run counts on."""
         if self._watch is not None:
             self._watch.first_step = trainer.global_step
-
-    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Compare the numbers of batches, once for each set of loaders."""
-        reloaded = trainer.reload_dataloaders_every_n_epochs and not trainer.sanity_checking  # type: ignore
-        if self._watch is None or (self._lengths_agree and not reloaded):
-            return
-        self._lengths_agree = True
-        if trainer.world_size > 1 and communicates(trainer.strategy.model or trainer.lightning_module):
-            lengths: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(lengths, list(trainer.num_val_batches))
-            if (line := uneven(lengths)) is not None:
-                raise UsageError(line)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Count it."""
@@ -427,9 +335,10 @@ class _Watch(threading.Thread):
         self._call, self._closed = RunningCall(), threading.Event()
         self._place = self._published = Place(this_process(trainer.global_rank, trainer.world_size))
         self._deadline = Deadline(ends=options.abort)
+        self._timer_seconds = answer_seconds(trainer.world_size) + 1.0  # the others have named this rank then
         self._since = time.monotonic()
         self._waits_until = 0.0  # for a rank that may stay longer where it is
-        self._answered = 0  # number of the last question that this rank has answered
+        self._verdict = None if connection is None else connection.verdict  # the last one that was heard
         self._reported = False  # this place
         self.validations = 0
         self.first_step = sys.maxsize  # training has not begun
@@ -440,67 +349,64 @@ class _Watch(threading.Thread):
         """From the training thread: end the watch, and tell the other ranks why. Idempotent."""
         self._closed.set()
         self.join(10.0)
-        detail = first_line(error) if error else ""
-        self._leave(replace(self._place, part=FAILED if error else ENDED, evaluating=False, detail=detail))
+        self._leave(FAILED if error else ENDED, first_line(error) if error else "")
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, part: str, detail: str) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
+            place = replace(self._place, part=part, evaluating=False, detail=detail)
             connection.publish(place.to_dict(), last=True)
             connection.leave()
 
     def run(self) -> None:
         """Look at the place at least ten times within the limit."""
-        self._deadline.set(self._options.first_step_seconds + TIMER_SECONDS)
-        every = pause = min(LOOK_SECONDS, self._options.limit_seconds / 10)
+        self._deadline.set(self._options.first_step_seconds + self._timer_seconds)
         misses, error = 0, ""
-        while misses < MISSES and not self._closed.wait(pause):
+        while misses < MISSES and not self._closed.wait(min(LOOK_SECONDS, self._options.limit_seconds / 10)):
             try:  # what it reads may change under it: the next look finds it whole
-                left = self._look()
-                misses, error = misses + 1 if left is None else 0, ""
+                misses, error = 0 if self._look() else misses + 1, ""
             except Exception as raised:
-                left, misses, error = None, misses + 1, first_line(raised)
-            pause = every if left is None else max(0.01, min(every, left))
+                misses, error = misses + 1, first_line(raised)
         self._deadline.cancel()
         if misses == MISSES:  # another callback's error may have kept `on_exception` from us
             if error:
                 say(f"HangWatchdog: {self._place.process.name} is not watched now: {error}")
-            self._leave(replace(self._place, part=FAILED, detail=error))
+            self._leave(FAILED, error)
 
-    def _look(self) -> float | None:
-        """Look once; returns the seconds until the limit, None where the Trainer's call is not found."""
-        stack = self._call.stack()
+    def _look(self) -> bool:
+        """Look once; returns whether the Trainer's call still runs."""
+        stack, now, connection = self._call.stack(), time.monotonic(), self._connection
         if not stack:
-            return None
+            return False
         place = read_place(self._place.process, self._trainer, stack, self.validations)
         if place.progress != self._place.progress:
-            self._go_on(place)
+            if self._reported:
+                say(f"HangWatchdog: {place.process.name} goes on, after {now - self._since:.0f} s")
+            self._since, self._waits_until, self._reported = now, 0.0, False
         limit, option = max((getattr(self._options, each), each) for each in place.limits(self.first_step))
-        seconds, connection = time.monotonic() - self._since, self._connection
+        seconds = now - self._since
         self._place = place = replace(place, seconds=seconds, left=limit - seconds)
-        left = max(place.left, self._waits_until - time.monotonic())
-        asked = connection.asked if connection is not None else 0
+        left = max(place.left, self._waits_until - now)
+        overdue = left <= 0 and not self._reported
+        if connection is not None and connection.publish(place.to_dict(), overdue):
+            self._published = place
+        verdict, heard = self._verdict, connection.verdict if connection is not None else None
+        self._verdict = heard
         if self._reported:
-            if connection is not None and asked > self._answered:  # by a rank that has gone on and stands still again
-                self._answered = asked
-                connection.answer(place.to_dict(), asked)
-            return float(self._options.limit_seconds)
-        if left <= 0 or asked > self._answered:
-            self._deadline.set(VERDICT_SECONDS + TIMER_SECONDS)
-            line, silent, wait = self._ask_who_is_behind()
-            if wait <= 0:
-                self._report(f"{option}={limit:g}" if place.left <= 0 else "another rank asks", line, silent)
-            self._waits_until = time.monotonic() + min(wait, self._options.limit_seconds)  # then it asks again
-        else:
-            self._deadline.set(left + TIMER_SECONDS)
-            if connection is not None and place.progress != self._published.progress:
-                self._published = place if connection.publish(place.to_dict()) else self._published
-        return max(left, 0.0)
-
-    def _go_on(self, place: Place) -> None:
-        if self._reported:
-            say(f"HangWatchdog: {place.process.name} goes on, after {_seconds(time.monotonic() - self._since)}")
-        self._since, self._waits_until, self._reported = time.monotonic(), 0.0, False
+            return True
+        self._deadline.set(max(left, 0.0) + self._timer_seconds)
+        why = f"{option}={limit:g}" if place.left <= 0 else "another rank asks"
+        if heard is not None and heard is not verdict:
+            if heard.wait <= 0:
+                self._report(why, heard.line, heard.silent)
+            self._waits_until = now + min(heard.wait, self._options.limit_seconds)  # then it asks again
+        elif overdue and (connection is None or not connection.was_open):
+            self._report(why, "", ())
+        elif overdue and connection is not None and connection.rank_0_left:
+            self._report(why, f"{connection.rank_0.name} has ended its run: the others have more steps or batches", ())
+        elif connection is not None and left <= (-self._timer_seconds - 2.0 if connection.is_open else 0.0):
+            self._report(why, _silent(connection.rank_0.name, None), (connection.rank_0,))
+        return True
 
     def _report(self, why: str, line: str, silent: Sequence[Process]) -> None:
         """Say where this rank is, and who is behind; end the process if that is asked for, and the silent ones."""
@@ -510,26 +416,12 @@ class _Watch(threading.Thread):
         if self._options.abort:
             dismiss_process_observer()  # it would kill this process as soon as another one has ended
         detail, stacks = f": {place.detail}" if place.detail else "", stacks_of_threads()
-        say(f"HangWatchdog: {name} has been {place.text} for {_seconds(place.seconds)} ({why}){detail}\n{stacks}")
+        say(f"HangWatchdog: {name} has been {place.text} for {place.seconds:.0f} s ({why}){detail}\n{stacks}")
         if line:
             say(f"HangWatchdog: {line}")
         if self._options.abort and not self._closed.is_set():
             say(f"HangWatchdog: {name} is ended, with exit code 1")
-            time.sleep(SILENT_SECONDS if silent else 1.0)  # a launcher ends all ranks when one has ended
+            time.sleep(self._timer_seconds if silent else 1.0)  # a launcher ends all ranks when one has ended
             for process in silent:  # a stopped one would be left over
                 process.kill()
             end_now(1, launched_processes(self._trainer))
-
-    def _ask_who_is_behind(self) -> tuple[str, Sequence[Process], float]:
-        """The line on the rank behind, this host's silent processes, and how long that rank may stay where it is."""
-        connection = self._connection
-        if connection is None or not connection.was_open:
-            return "", (), 0.0
-        number = connection.asked if connection.asked > self._answered else 0
-        verdict = connection.ask_all(self._place.to_dict(), number)
-        self._answered = max(self._answered, verdict.number if verdict else connection.asked)
-        if verdict is not None:
-            return verdict.line, verdict.silent, verdict.wait
-        if connection.last_words is None and not self._closed.is_set():
-            return _silent(connection.rank_0.name, None), (connection.rank_0,), 0.0
-        return connection.last_words or "", (), 0.0

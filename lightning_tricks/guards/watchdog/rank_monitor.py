@@ -19,6 +19,7 @@ from lightning_tricks._trainer import RunningCall, is_a, launched_processes
 from lightning_tricks.guards.watchdog.channel import Connection, connect, say
 
 CAUSE_SECONDS = 5.0  # how long a rank with a network error waits for the failure of another rank that explains it
+_MARK = "_of_rank_monitor"
 _CONSEQUENCE = re.compile(
     "gloo/|connection (closed|reset) by peer|broken pipe|nccl|process ?group|socket timeout|timed out waiting", re.I
 )
@@ -36,45 +37,45 @@ def is_consequence(error: BaseException) -> bool:
     return False
 
 
-def _chain(error: BaseException, only_causes: bool = False) -> Iterator[BaseException]:
-    """An exception and those it came from: by `raise ... from`, or also those that were handled when it was raised."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it came from."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in seen:
         yield each
         seen.append(each)
-        each = each.__cause__ or (None if only_causes else each.__context__)
+        each = each.__cause__ or each.__context__
 
 
 class ExceptHook:
-    """A `sys.excepthook` for an uncaught exception: may hide its traceback, and lets no process hang after it.
+    """A `sys.excepthook`: hides the traceback of a consequence, and lets no process hang after an uncaught exception.
 
-    It acts on the exceptions of one fit. When the program has dropped them, `sys.excepthook` is what it was before.
-    It waits for `children`, of Lightning's launcher: only their parent can notice their end.
+    It acts on the exceptions that `mark` has marked; every other one is the earlier hook's alone.
     """
 
-    def __init__(self, fit: RunningCall, hide: bool, seconds: float, children: Sequence[subprocess.Popen]) -> None:
-        self._fit, self._hide, self._seconds, self._children = fit, hide, seconds, children
+    def __init__(self) -> None:
         self._before: Callable[..., Any] = sys.excepthook
 
     @staticmethod
-    def withdraw() -> None:
-        """Put back the hook from before the fits that are over; a hook that other code has wrapped stays."""
-        while isinstance(sys.excepthook, ExceptHook) and sys.excepthook._fit.over():
-            sys.excepthook = sys.excepthook._before
+    def mark(error: BaseException, hide: bool, seconds: float, children: Sequence[subprocess.Popen]) -> None:
+        """Have the process end within `seconds` after an exception, once `children` of Lightning's launcher have."""
+        vars(error)[_MARK] = hide, seconds, children
+        if not isinstance(sys.excepthook, ExceptHook):
+            sys.excepthook = ExceptHook()
 
     def __call__(self, kind: Any, error: BaseException, trace: Any) -> None:
         """Show the exception unless it is to be hidden, and see that the process ends."""
-        if not (self._hide and self._fit.raised(error)):
+        if not vars(error).get(_MARK, (False,))[0]:
             self._before(kind, error, trace)
-        if not any(map(self._fit.raised, _chain(error, only_causes=True))):
-            return
-        end_within(self._seconds + 5.0)
-        deadline = time.monotonic() + self._seconds
-        for child in self._children:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
-            child.kill()
+        marked = next((vars(each)[_MARK] for each in _chain(error) if _MARK in vars(each)), None)
+        if marked is not None:
+            _, seconds, children = marked
+            end_within(seconds + 5.0)
+            deadline = time.monotonic() + seconds
+            for child in children:  # only their parent can notice their end
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, deadline - time.monotonic()))
+                child.kill()
 
 
 class RankMonitor(pl.Callback):
@@ -109,7 +110,7 @@ class RankMonitor(pl.Callback):
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Connect the ranks; all of them must call."""
         self._leave()
-        if (connection := connect(trainer, "RankMonitor")) is not None:
+        if (connection := connect(trainer)) is not None:
             self._watch = _Watch(connection, self.grace_seconds, launched_processes(trainer))
             connection.when_failed(self._watch.hear)
 
@@ -131,7 +132,7 @@ class RankMonitor(pl.Callback):
         if not hide:
             watch.connection.fail(exception)
             watch.known.wait(CAUSE_SECONDS)
-        sys.excepthook = ExceptHook(watch.fit, hide, self.grace_seconds, watch.children)
+        ExceptHook.mark(exception, hide, self.grace_seconds, watch.children)
 
     def _leave(self) -> None:
         if self._watch is not None:
@@ -144,7 +145,7 @@ class _Watch:
 
     def __init__(self, connection: Connection, grace_seconds: float, children: Sequence[subprocess.Popen]) -> None:
         self.connection, self.children, self._grace_seconds = connection, children, grace_seconds
-        self.fit, self.known = RunningCall(ExceptHook.withdraw), threading.Event()
+        self.fit, self.known = RunningCall(), threading.Event()
         self.timer = threading.Timer(grace_seconds, self._end)
         self.timer.daemon, self.timer.name = True, "rank-monitor"
         self._closed = False

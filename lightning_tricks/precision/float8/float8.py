@@ -40,7 +40,7 @@ class Float8(pl.plugins.Precision):
             needs Blackwell.
         base: `bf16-mixed` or `bf16-true`: the format of the weights and of everything that is not fp8.
         exclude: Regular expressions, searched in the names of layers, that keep layers besides the head in bf16.
-        convert_small: Convert also the layers that are too small to be faster in fp8, by torchao's tables.
+        convert_small: Convert also the layers that are too small to be faster in fp8, by torchao's filter.
         emulate: Multiply the rounded numbers in fp32, on any device: the values of fp8, slowly.
         evaluate_in_bf16: Multiply in bf16 while a layer is in eval mode. Weights are then gathered in bf16.
         allow_eager: Train on CUDA without `torch.compile`; fp8 is then slower than bf16.
@@ -190,7 +190,8 @@ class Float8(pl.plugins.Precision):
             stays = self._is_mine(layer) and not choosing.excludes(self.exclude, name)
             if isinstance(layer, linear.CheckedLinear) and not stays:
                 linear.revert(layer)
-        reasons = choosing.choose_layers(module, self.recipe, self.exclude, self.convert_small)
+        pays = None if self.convert_small else linear.pays(self.recipe)
+        reasons = choosing.choose_layers(module, self.recipe, self.exclude, pays)
         converted = []
         for name, layer in choosing.named_linears(module).items():
             if self._is_mine(layer):

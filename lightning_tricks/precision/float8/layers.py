@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._find_modules import clean_name
-from lightning_tricks.optim.param_places import Model, weight_of
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
 
@@ -27,62 +26,42 @@ def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: part for name, part in found if isinstance(part, nn.Linear)}
 
 
-def too_small(recipe: str, out_features: int, in_features: int) -> bool:
-    """Whether casting to fp8 costs more than the faster product saves, on the hardware that torchao measured.
-
-    The thresholds of `tensorwise` and `rowwise` are torchao's, from H100 tables for each shape. torchao has none for
-    `rowwise_with_gw_hp`: it casts along rows as `rowwise` does and leaves one product of three in bf16, so it gains no
-    more than `rowwise` and has the same thresholds. For `mxfp8` torchao calls keys and values of 5120 x 1024 too small.
-
-    Source: `_auto_filter_for_recipe` in https://github.com/pytorch/ao/blob/main/torchao/float8/float8_linear_utils.py,
-    tables in https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md (Performance); mxfp8:
-    https://github.com/pytorch/ao/blob/main/torchao/prototype/moe_training/README.md.
-    """
-    if recipe == "tensorwise":
-        return in_features <= 4096 and out_features <= 1024
-    if recipe == "mxfp8":
-        return in_features <= 1024 or out_features <= 1024
-    return out_features <= 2048 or in_features <= 1024 or (out_features <= 4096 and in_features <= 2048)
-
-
 def choose_layers(
-    module: nn.Module, recipe: str, exclude: Sequence[str] = (), convert_small: bool = False
+    module: nn.Module,
+    recipe: str,
+    exclude: Sequence[str] = (),
+    pays: Callable[[nn.Module, str], bool] | None = None,
 ) -> dict[str, str]:
-    """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted."""
+    """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted.
+
+    Args:
+        module: of the layers.
+        recipe: of Float8.
+        exclude: patterns of names.
+        pays: of (layer, name), whether fp8 is faster; torchao's filter. None: all layers may be converted.
+    """
+    heads = {id(weight) for weight in head_weights(module)}  # their error goes straight into the loss
     linears, multiple = named_linears(module), MULTIPLE[recipe]
-    weights = {name: weight_of(layer) for name, layer in linears.items()}
-    # their error goes straight into the loss
-    heads = {id(weight) for weight in head_weights(Model(module))}
-    # reversed, so that of several modules that share a parameter the first one is named
-    others = [part for part in module.modules() if type(part) is not nn.Linear][::-1]
-    shared_with = {id(param): part for part in others for param in part.parameters(recurse=False)}
 
     def reason_of(name: str, layer: nn.Linear) -> str:
-        weight = weights[name]
+        weight = layer._parameters.get("weight")  # None if a hook computes it
         if id(weight) in heads:
             return "output head"
-        if type(layer) is not nn.Linear:
-            return f"is a {type(layer).__name__}"  # a subclass, which would lose its own forward
-        if "forward" in vars(layer):
-            return "its forward was replaced"
+        if type(layer) is not nn.Linear or "forward" in vars(layer) or weight is None:
+            return "has a forward or a weight of its own"
         if excludes(exclude, name):
             return "exclude"
-        if weight is None or weight is not layer._parameters.get("weight"):
-            return "weight is computed by a hook"
-        if not weight.requires_grad:
-            return "weight is frozen"
-        if id(weight) in shared_with:
-            return f"weight shared with a {type(shared_with[id(weight)]).__name__}"
         if layer.in_features % multiple or layer.out_features % multiple:
             return f"dimensions no multiples of {multiple}"
-        if not convert_small and too_small(recipe, layer.out_features, layer.in_features):
-            return "too small to pay"
-        return ""
+        return "" if pays is None or pays(layer, name) else "too small to pay"
 
     reasons = {name: reason_of(name, layer) for name, layer in linears.items()}
-    kept = {id(weights[name]) for name, reason in reasons.items() if reason}
-    partner = "weight shared with a layer that stays"
-    return {name: reason or (partner if id(weights[name]) in kept else "") for name, reason in reasons.items()}
+    chosen = {layer for name, layer in linears.items() if not reasons[name]}
+    kept = {id(param) for part in module.modules() if part not in chosen for param in part._parameters.values()}
+    for name, layer in linears.items():
+        if not reasons[name] and id(layer.weight) in kept:
+            reasons[name] = "weight shared with a layer that stays"
+    return reasons
 
 
 def excludes(exclude: Sequence[str], name: str) -> bool:
@@ -119,7 +98,7 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
     """
     gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
     for name, layer in named_linears(module).items():
-        weight = weight_of(layer)
+        weight = layer._parameters.get("weight")
         if layer not in layers or not isinstance(weight, DTensor):
             continue
         splits = sum(not placement.is_replicate() for placement in weight.placements)

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8 import (
+    Float8LinearConfig,
+    _auto_filter_for_recipe,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._tensors import autocasts, matmul_dtype, sharded_like
@@ -98,6 +103,14 @@ class _BlockScaled(nn.Linear):
 
 class MXFP8Linear(CheckedLinear, _BlockScaled):
     """The checks of CheckedLinear, then torchao's block scales and product."""
+
+
+def pays(recipe: str) -> Callable[[nn.Module, str], bool]:
+    """Whether a layer is large enough to be faster in fp8: torchao's filter, from tables that were measured on an H100.
+
+    torchao has one for `tensorwise` and one for `rowwise`; the other recipes scale parts of a row too.
+    """
+    return _auto_filter_for_recipe("tensorwise" if recipe == "tensorwise" else "rowwise", [])
 
 
 def template(recipe: str, emulate: bool) -> nn.Linear:

@@ -25,7 +25,7 @@ from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import (
     states_to_save,
     write_states,
 )
-from lightning_tricks.strategies.deepspeed.settings import check_installed, compiling, load_deepspeed
+from lightning_tricks.strategies.deepspeed.settings import check_installed, load_deepspeed
 from lightning_tricks.strategies.verify_together import read_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
 
@@ -154,8 +154,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def _init_optimizers(self) -> Any:
         module: Any = self.lightning_module
-        with compiling():
-            optimizers, schedulers = configured_optimizers(module)
+        optimizers, schedulers = configured_optimizers(module)
         settings.refuse_optimizers(module, optimizers, schedulers)
         return optimizers[0], schedulers[0] if schedulers else None
 

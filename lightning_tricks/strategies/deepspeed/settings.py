@@ -1,9 +1,7 @@
 """DeepSpeed's package, imported when it is needed, its settings for a run, and the runs that it does not support."""
 
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -127,33 +125,6 @@ def load_deepspeed() -> Any:
             f"strategy: deepspeed is installed but does not import ({_first_line(error)}): {INSTALL} --force-reinstall"
         ) from error
     return deepspeed
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Around code that may compile one of DeepSpeed's own optimizers: name the compiler that is missing."""
-    try:
-        yield
-    except Exception as error:
-        missing = _missing_compiler(error)
-        if missing is None:
-            raise
-        raise UsageError(
-            f"the optimizer is compiled when it is made, and {missing} is not there ({_first_line(error)}): "
-            "install it, or take torch.optim.AdamW with fused: true, which needs none"
-        ) from error
-
-
-def _missing_compiler(error: Exception) -> str | None:
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
-    text = " ".join(f"{type(cause).__name__} {cause}" for cause in causes)
-    if "CUDA_HOME" in text or "MissingCUDA" in text:
-        return "CUDA's compiler nvcc"
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")) and ("c++" in text or "ninja" in text):
-        return "a C++ compiler"
-    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
-from lightning_tricks.optim.clip import clip_grad_norm
+from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
@@ -76,10 +76,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
         context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
             positions for heads.
-        reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `replicas`:
-            over the replicas only after the last one of an optimizer step; costs no memory to speak of. `step`: over
-            the shards too only then; each gradient is whole until then, which takes 4 bytes a parameter on each rank,
-            divided by the tensor ranks.
+        reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `step`:
+            only after the last one of an optimizer step; each gradient is whole until then, which takes 4 bytes a
+            parameter on each rank, divided by the tensor ranks.
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; a module that an earlier run has sharded in another way;
@@ -368,8 +367,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Until the end of the fit, clip by a norm over parameters of all kinds: torch's takes those of one mesh."""
         plugin, of_lightning = self.precision_plugin, pl.plugins.Precision.clip_grad_by_norm
         if getattr(plugin.clip_grad_by_norm, "__func__", None) is of_lightning:  # and not the user's own
-            clip = lambda optimizer, clip_val: clip_grad_norm(plugin.main_params(optimizer), clip_val)  # noqa: E731
-            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip))
+            self._until_teardown.enter_context(replaced(plugin, "clip_grad_by_norm", clip_parameters_by_norm))
 
     def model_to_device(self) -> None:
         """Move the tensors that are not sharded; shards are on their device already."""
@@ -400,7 +398,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if "_scalars" in vars(module):
             module._scalars.average_gradients(self.root_device, self.groups.loss)
-        self._waiting.after_backward(module)
         if self._partial_gradients is not None and not accumulates:
             self._tensor_ranks_unchecked = False
             self._partial_gradients.refuse()

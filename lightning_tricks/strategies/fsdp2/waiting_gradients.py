@@ -8,15 +8,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks._errors import UsageError
 
-Reduction = Literal["micro_batch", "replicas", "step"]
+Reduction = Literal["micro_batch", "step"]
 
 
 class WaitingGradients:
     """Tell FSDP2 in which micro-batches it sums gradients over the ranks.
 
-    FSDP2 keeps what waits in private fields, read from torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: a
-    whole gradient in each parameter's `unsharded_accumulated_grad`, or this rank's part of it, summed over the shards
-    but not over the replicas, in each group's `_partial_reduce_output`.
+    FSDP2 keeps the whole gradient that waits in a private field of each parameter, `unsharded_accumulated_grad`, read
+    from torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 
     Args:
         reduction: see `FSDP2Strategy.reduce_gradients`.
@@ -44,7 +43,6 @@ class WaitingGradients:
         if reset is not None:
             reset()
         for group in _groups(module):
-            group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # the same, where gradients are reduced in its own dtype
@@ -55,21 +53,7 @@ class WaitingGradients:
         if self.reduction == "micro_batch" or accumulates == self.waiting or not isinstance(module, FSDPModule):
             return
         self.waiting = accumulates
-        if self.reduction == "step":
-            module.set_requires_gradient_sync(not accumulates)
-        else:
-            module.set_requires_all_reduce(not accumulates)
-
-    def after_backward(self, module: nn.Module) -> None:
-        """Refuse a step in whose last micro-batch a block had no part: its gradient would wait for the next step."""
-        if self.reduction != "replicas" or self.waiting:
-            return
-        for group in _groups(module):
-            if group._partial_reduce_output is not None:
-                raise UsageError(
-                    f"reduce_gradients='replicas': '{group._module_fqn or 'the module'}' has gradients of earlier "
-                    "micro-batches of the step, and none of the last, with which they are summed: take micro_batch"
-                )
+        module.set_requires_gradient_sync(not accumulates)
 
     def then_summed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of an optimizer step, which fails where gradients wait after it."""
