@@ -1,5 +1,6 @@
 """The commands on logs load nothing heavy, and refuse a wrong place or option in one line."""
 
+import json
 import subprocess
 import sys
 
@@ -23,6 +24,12 @@ def ledger_in(file, first=0):
     LedgerFile(file).append([{"start": first}, {"step": first, "loss": 1.0}])
 
 
+def predicted(file, rows):
+    """A file as PredictionWriter writes it, of log-probabilities."""
+    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with everything that the words below name."""
@@ -42,7 +49,15 @@ def made(tmp_path_factory):
     (folder / "a.txt").write_text("text")
     ledger_in(folder / "a.jsonl")
     ledger_in(folder / "c.jsonl", 9)
+    rows = {"right": [[-1.0, -2.0]] * 40, "fewer": [[-1.0, -2.0]] * 39, "null": [[-1.0, None]] * 40,
+            "infinite": [[-1.0, float("-inf")]], "nothing": [[None, None]], "positive": [[1.0, -2.0]],
+            "letters": ["a"], "no_rows": []}  # fmt: skip
+    for name, of_file in rows.items():
+        predicted(folder / f"{name}.jsonl", of_file)
     return folder
+
+
+PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +102,15 @@ def made(tmp_path_factory):
         ("compare {}/a {}/b --html {}", "html=.*this is a folder"),
         ("compare {}/a {}/b --html -", "html=-: it is not written to standard output: name a file"),
         ("compare {}/none {}/a {}/b", "none: its log holds no scalars"),
+        ("compare {}/a {}/b --predictions {}/right.jsonl", "predictions: 1 file for 2 groups: give one for each"),
+        (PREDICT + "fewer.jsonl", r"predictions=.*fewer.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
+        (PREDICT + "null.jsonl", "its rows are not those of"),
+        *(
+            (f"{PREDICT}{name}.jsonl", "line 1 holds no log-probabilities of a row")
+            for name in ("infinite", "positive", "letters")
+        ),
+        *((f"{PREDICT}{name}.jsonl", "no token of it counts") for name in ("nothing", "no_rows")),
+        (PREDICT + "no.jsonl", "no.jsonl: No such file"),
         ("ledger diff {}/a.jsonl", "the following arguments are required: B; ledger --help"),
         ("ledger diff {}/a.jsonl {}/c.jsonl", "has steps 0 to 0 and .* steps 9 to 9: they have no step in common"),
         ("ledger check {}/nowhere", r"nowhere: no ledger can be read \(No such file or directory\)"),

@@ -14,14 +14,10 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.logs.compare.compared_run import is_seed, outcome_of, read_runs, value_at
 from lightning_tricks.logs.compare.comparison import compare_runs
-from lightning_tricks.logs.compare.intervals import (
-    paired,
-    pooled_spread,
-    student_t,
-    welch,
-    with_spread,
-)
-from lightning_tricks.logs.compare.report import ends_shown, page, record, run_curves, text, verdicts
+from lightning_tricks.logs.compare.curves import draw_in_terminal, ends_shown, group_curves
+from lightning_tricks.logs.compare.intervals import block_means, paired, pooled_spread, student_t, welch, with_spread
+from lightning_tricks.logs.compare.predictions import read_predictions
+from lightning_tricks.logs.compare.report import page, record, text, verdicts
 from lightning_tricks.logs.page import plot
 from lightning_tricks.logs.run import find_runs
 from lightning_tricks.logs.runs import Table
@@ -128,6 +124,20 @@ def test_groups_of_equal_recipes_differ_in_one_of_twenty_comparisons():
     for _ in range(400):
         shown += welch(random.normal(size=3), random.normal(size=3), 0.95).excludes_zero
     assert shown <= 400 * 0.05 + 3 * math.sqrt(400 * 0.05 * 0.95)
+
+
+def test_blocks_hold_the_true_mean_where_neighbours_are_correlated():
+    """An autoregression of 0.8: intervals that take its values for independent hold the mean in half of the cases."""
+    random, held, naive = np.random.default_rng(1), 0, 0
+    for _ in range(300):
+        noise, values = random.normal(size=400), np.zeros(400)
+        values[0] = noise[0] / 0.6
+        for i in range(1, 400):
+            values[i] = 0.8 * values[i - 1] + noise[i]
+        held += not block_means(values.tolist(), [1] * 400, 0.95).excludes_zero
+        naive += abs(values.mean()) <= 1.96 * values.std() / 20
+    assert held >= 0.9 * 300
+    assert naive <= 0.6 * 300
 
 
 # ---- groups
@@ -265,6 +275,42 @@ def test_intervals_of_several_groups_hold_together(tmp_path):
     assert found.level == pytest.approx(0.975)
     assert found.row.intervals[2].half_width == pytest.approx(welch(a, c, 0.975).half_width)
     assert "over seeds, 97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
+
+
+def predicted(file, rows):
+    """A file as PredictionWriter writes it, of log-probabilities."""
+    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
+    """By hand: blocks of four rows, each with ten tokens; the first token of a row does not count."""
+    seeds_of(tmp_path, "a", [3.0])
+    seeds_of(tmp_path, "b", [2.9], lr=3e-3)
+    first = [[None, *([-2.0] * (2 + i % 2))] for i in range(40)]
+    second = [[value and value + 0.1 * (1 + i // 4) for value in row] for i, row in enumerate(first)]
+    files = [predicted(tmp_path / "a.jsonl", first), predicted(tmp_path / "b.jsonl", second)]
+    found = compared(tmp_path / "a", tmp_path / "b", predictions=files)
+    (interval,) = found.on_same_rows
+    blocks = -0.1 * np.arange(1, 11)
+    assert interval.difference == pytest.approx(blocks.mean())
+    assert interval.half_width == pytest.approx(student_t(0.975, 9) * blocks.std(ddof=1) / math.sqrt(10))
+    assert "predictions, means of 10 blocks of 40 rows  -0.5500 ± 0.2166" in text(found, [])
+    assert "± on the same rows is half of a 95 % interval over rows" in text(found, [])
+    assert "predictions, means of 10 blocks" in page(found, [])
+    assert record(found, [])["same_rows"]["predictions"]["B"]["high"] == pytest.approx(-0.3334, abs=1e-4)
+    assert found.verdict(1) == "not known"  # which rows do not tell
+    fewer = [predicted(tmp_path / f"{i}.jsonl", first[:39]) for i in range(2)]
+    found = compared(tmp_path / "a", tmp_path / "b", predictions=fewer)
+    assert (found.on_same_rows, record(found, [])["same_rows"]) == ([], {})
+    assert "predictions: fewer than 40 rows are too few for an interval over rows" in found.notes
+
+
+def test_a_token_that_was_sure_counts_and_a_row_without_a_label_does_not(tmp_path):
+    """By hand: a loss of 0 and one of 2 over two tokens, beside a token without a label."""
+    (row,) = read_predictions(predicted(tmp_path / "a.jsonl", [[None], [0.0, -2.0, None]]))
+    assert row == ((0, 0, 1), 2.0, 2)
 
 
 def test_a_run_that_failed_is_worse_and_has_no_interval(tmp_path, capsys):
@@ -437,6 +483,24 @@ def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
     assert all(f">x{i}<" in page(found, []) for i in range(30))
 
 
+def test_the_terminal_draws_each_axis_that_shows_something_of_its_own(tmp_path):
+    pytest.importorskip("uniplot")
+    lines = draw_in_terminal(two(tmp_path), columns=60, unicode=False)
+    assert [line for line in lines if line.startswith("val/loss over ")] == [
+        "val/loss over steps",
+        "val/loss over hours",
+    ]
+    assert "over tokens: as over steps, 32 a step" in lines
+    assert all(line.isascii() and len(line) <= 60 for line in lines)
+    assert sum("+ A" in line and "x B" in line for line in lines) == 2
+
+
+def test_without_uniplot_the_tables_stay_and_a_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uniplot", None)
+    (line,) = draw_in_terminal(two(tmp_path), 80, True)
+    assert "pip install 'lightning-tricks[plot]'" in line
+
+
 class Tags(html.parser.HTMLParser):
     """Each tag that is opened is closed in its order."""
 
@@ -474,16 +538,23 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
 def test_a_plot_shows_the_end_of_the_curves_and_leaves_out_what_is_not_finite(tmp_path):
     made(tmp_path / "a", {1: 1000.0, 20: 3.0, 30: math.nan, 40: 2.0})
     made(tmp_path / "b", {1: 900.0, 20: 3.5, 30: 3.0, 40: 2.5}, lr=3e-3)
-    curves = run_curves(compared(tmp_path), "steps")
+    curves = group_curves(compared(tmp_path), "steps")
     assert curves[0].y.tolist() == [1000.0, 3.0, 2.0]
     assert ends_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5))
     assert "nan" not in plot(curves, ends_shown(curves))
 
 
-def test_where_one_run_had_ended_before_the_first_figure_of_another_the_last_ones_are_compared(tmp_path):
-    made(tmp_path / "b", {10: 5.0, 20: 4.0})
-    made(tmp_path / "c", {30: 2.0, 40: 1.0}, lr=4e-3)
-    apart = compared(tmp_path)
+def test_the_curve_of_a_group_is_the_mean_of_its_runs(tmp_path):
+    made(tmp_path / "a" / "0", {10: 4.0, 20: 2.0, 40: 1.0})
+    made(tmp_path / "a" / "1", {10: 2.0, 30: 1.0}, seed=1)
+    made(tmp_path / "b", {10: 5.0, 40: 4.0}, lr=3e-3)
+    mean = group_curves(compared(tmp_path), "steps")[0]
+    assert mean.x.tolist() == [10, 20, 30]  # as far as both go
+    assert mean.y.tolist() == [3.0, 1.75, 1.25]
+    made(tmp_path / "c" / "0", {10: 4.0, 20: 2.0}, lr=4e-3)
+    made(tmp_path / "c" / "1", {30: 2.0, 40: 1.0}, lr=4e-3, seed=1)
+    apart = compared(tmp_path / "b", tmp_path / "c")
+    assert group_curves(apart, "steps")[1].x.tolist() == [10, 20]  # of its first run
     assert apart.at == "last"
     assert "steps: one run had ended before the first figure of another" in apart.notes
 

@@ -5,18 +5,16 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from lightning_tricks._quote import html_text, printable
 from lightning_tricks.logs import page as html
 from lightning_tricks.logs.compare.compared_run import Group, axis_text
 from lightning_tricks.logs.compare.comparison import LEVEL, Comparison, Row
+from lightning_tricks.logs.compare.curves import ends_shown, run_curves
 from lightning_tricks.logs.compare.intervals import Interval
 from lightning_tricks.logs.table import Table, html_table, human, lines_of, shortened
 
 _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
 _WIDTH = 118  # of a line of text there
-_BEGIN = 0.1  # of an axis: what is higher there may be above the frame
 
 
 def groups_table(found: Comparison) -> Table:
@@ -52,6 +50,13 @@ def values_table(found: Comparison) -> Table:
             spreads = ["" if spread is None else _figure(spread) for spread in row.spreads]
             rows.append(["  spread of seeds there", *spreads, *("" for _ in others)])
     return rows
+
+
+def rows_table(found: Comparison) -> Table:
+    """The paired difference of each group's predictions; there must be some."""
+    heads = (f"{group.letter} - {found.groups[0].letter}" for group in found.groups[1:])
+    cells = map(interval_text, found.on_same_rows)
+    return [["on the same rows", *heads], [f"predictions, {found.on_same_rows[0].method}", *cells]]
 
 
 def _as_steps(found: Comparison, row: Row) -> bool:
@@ -166,7 +171,7 @@ def _ends(found: Comparison, group: Group) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def text(found: Comparison, left_out: Sequence[str]) -> str:
+def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ()) -> str:
     """All of it for a terminal."""
     parts = [lines_of(groups_table(found), left={0, 3})]
     settings = settings_table(found)
@@ -175,6 +180,9 @@ def text(found: Comparison, left_out: Sequence[str]) -> str:
         more = len(settings) - 1 - _MOST_SETTINGS
         parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
     parts.append(lines_of(values_table(found)))
+    if found.on_same_rows:
+        parts.append(lines_of(rows_table(found)))
+    parts.append(list(curves))
     parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
     parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -193,6 +201,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
         html_table(groups_table(found), classes),
         html_table(values_table(found)),
+        html_table(rows_table(found)) if found.on_same_rows else "",
         html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
         f'<p class="legend">{"".join(legend)}</p><div class="plots">',
@@ -200,25 +209,6 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         "</div>",
     ]
     return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
-
-
-def run_curves(found: Comparison, axis: str) -> list[html.Curve]:
-    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
-    alone = len(found.groups) == 1
-    curves = []
-    for number, group in enumerate(found.groups):
-        for place, run in enumerate(group.runs):
-            outcome, label = html.thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
-            x = found.places(run, axis, outcome)
-            curves.append(html.Curve(place if alone else number, label, x, outcome.values))
-    return curves
-
-
-def ends_shown(curves: list[html.Curve]) -> tuple[float, float]:
-    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
-    end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
-    later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
-    return html.limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
 
 
 def _figure_over(found: Comparison, axis: str) -> str:
@@ -244,6 +234,8 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         several = len(found.groups) > 2
         words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
         yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
+    if found.on_same_rows:
+        yield f"± on the same rows is half of a {_percent(found.level)} interval over rows: other seeds are not in it"
 
 
 def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
@@ -268,6 +260,14 @@ def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
         ]
         if len(found.groups) > 1
         else [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
+        "same_rows": {
+            "predictions": {
+                group.letter: _interval_record(interval)
+                for group, interval in zip(found.groups[1:], found.on_same_rows, strict=True)
+            }
+        }
+        if found.on_same_rows
+        else {},
         "notes": list(notes(found, left_out)),
     }
 
