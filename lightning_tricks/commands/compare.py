@@ -5,7 +5,7 @@ import sys
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.answers import add_answers, names_of, write_answers
+from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 
 
 def run(args: list[str]) -> None:
@@ -49,13 +49,14 @@ def run(args: list[str]) -> None:
     add_answers(parser)
     options = parser.parse_args(args)
     names, noise = names_of("compare", options), _noise(options.seed_noise)
+    check_files("compare", options)
     runs, left_out = read_runs(options.folders, names)
     found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names, options.predictions)
     write_answers(
         options,
         lambda: text(found, left_out, draw_in_terminal(found, shutil.get_terminal_size().columns, shows_unicode())),
-        lambda: page(found, left_out),
-        record(found, left_out),
+        html=lambda: page(found, left_out),
+        json=lambda: json_text(record(found, left_out)),
     )
     if len({each.argument for each in runs}) < len(options.folders):
         sys.exit(2)  # a line says which folder was left out

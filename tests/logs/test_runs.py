@@ -202,8 +202,8 @@ def test_the_dashboards_events_tell_that_a_run_ended_and_its_processes(logged):
     found = read_scalars(logged / "events", {"val/loss", "train/loss"})
     assert found.series("val/loss") == {4: 1004.0, 9: 1009.0, 14: 1014.0}
     assert (found.last("train/loss"), set(found.metrics)) == (1018.0, {"val/loss", "train/loss"})
-    assert found.devices == 1
-    assert found.first_time <= found.last_time
+    assert found.facts.devices == 1
+    assert found.facts.first_time <= found.facts.last_time
 
 
 # ---- the table
