@@ -1,6 +1,7 @@
 """The forms in which commands on logs answer, and the option for the names of another project's metrics."""
 
 import json
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -53,5 +54,13 @@ def write_answers(options: Namespace, text: Callable[[], str], **forms: Callable
 
 
 def json_text(value: Any) -> str:
-    """JSON for people too; no number is NaN."""
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+    """JSON for people too; a number that JSON lacks, such as NaN, is null."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return {str(key): _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -24,6 +24,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.answers import json_text
 from lightning_tricks.commands.export.model_card import figures_of_run
 from lightning_tricks.logs.compare.compared_run import read_runs
 from lightning_tricks.logs.compare.comparison import compare_runs
@@ -98,18 +99,18 @@ def beside(tmp_path_factory):
                 assert all("\n" not in line and len(line) < 400 for line in run.unread)
             table = Table(found).sorted_by("val_loss")
             assert "good" in table.text()
-            json.dumps([table.records(), len(table.rows())], allow_nan=False)
+            json_text([table.records(), len(table.rows())])
             assert find_run(folder).parent == folder
             with one_line():
                 log, unread = read_log(bad)
                 assert all("\n" not in line for line in unread)
                 report = Report("bad", log, findings(log), unread)
-                json.dumps([report.record(), report.text(), report.html()], allow_nan=False)
+                json_text([report.record(), report.text(), report.html()])
             with one_line():
                 compared, lines = read_runs([str(folder / "good"), str(bad)], {})
                 assert all("\n" not in line for line in lines)
                 result = compare_runs(compared)
-                json.dumps([answer(result, lines), text(result, lines), page(result, lines)], allow_nan=False)
+                json_text([answer(result, lines), text(result, lines), page(result, lines)])
             figures_of_run(bad / "checkpoints" / "last.ckpt", 10**6)
             read_records(bad / "goodput.json")
 
