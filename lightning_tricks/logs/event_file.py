@@ -199,12 +199,11 @@ def _fields(data: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):  # seven bits a byte; the eighth says that more follow
-        if place >= len(data):
-            break
-        value |= (data[place] & 0x7F) << shift
-        place += 1
-        if data[place - 1] < 0x80:
+    value = shift = 0
+    while place < len(data) and shift < 70:  # seven bits a byte; the eighth says that more follow
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
             return value, place
     raise ValueError("no message")

@@ -192,7 +192,7 @@ def _saved_steps(folder: Path) -> int | None:
 
 
 def _seconds(folder: Path, scalars: Scalars) -> float | None:
-    """Wall time: GoodputMonitor's; that of the records; that of its file; between the files of a start and the log."""
+    """Wall time: GoodputMonitor's, as logged; that of the records; that of GoodputMonitor's file."""
     if (logged := scalars.last(_SECONDS)) is not None:
         return logged
     if (first := scalars.facts.first_time) is not None and (last := scalars.facts.last_time) is not None:
@@ -200,14 +200,8 @@ def _seconds(folder: Path, scalars: Scalars) -> float | None:
     try:
         processes = parse_json(read_text(folder / "goodput.json"))["processes"]
         seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
-        if math.isfinite(seconds):
-            return seconds
+        return seconds if math.isfinite(seconds) else None
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    try:
-        started = min((folder / name).stat().st_mtime for name in _SETTINGS if (folder / name).exists())
-        return max((folder / "metrics.csv").stat().st_mtime - started, 0.0)
-    except (OSError, ValueError):
         return None
 
 
