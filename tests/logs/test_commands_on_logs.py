@@ -1,41 +1,26 @@
 """The commands on logs load nothing heavy, and refuse a wrong place or option in one line."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+from made_logs import TABLE, predicted, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.logs.ledger_file import LedgerFile
-
-TABLE = "step,train/loss,val/loss\n" + "".join(f"{step},{5 - step / 20},{4 - step / 20}\n" for step in range(60))
-
-
-def run_in(folder, table=TABLE, lr="0.1"):
-    folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text(table)
-    (folder / "hparams.yaml").write_text(f"lr: {lr}\nseed: 0\n")
-    return folder
 
 
 def ledger_in(file, first=0):
     LedgerFile(file).append([{"start": first}, {"step": first, "loss": 1.0}])
 
 
-def predicted(file, rows):
-    """A file as PredictionWriter writes it, of log-probabilities."""
-    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with everything that the words below name."""
     folder = tmp_path_factory.mktemp("logs")
-    run_in(folder / "a")
-    run_in(folder / "b", lr="0.2")
+    run_in(folder / "a", settings={"lr": 0.1})
+    run_in(folder / "b", settings={"lr": 0.2})
     without = TABLE.replace("train/loss", "my loss")
     run_in(folder / "val", without)
     run_in(folder / "train", TABLE.replace("val/loss", "x"))
@@ -111,6 +96,9 @@ PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
         ),
         *((f"{PREDICT}{name}.jsonl", "no token of it counts") for name in ("nothing", "no_rows")),
         (PREDICT + "no.jsonl", "no.jsonl: No such file"),
+        ("verify-resume", "verify-resume: give a recipe with --config RECIPE.yaml"),
+        ("verify-resume --config a.yaml --steps few", "invalid int value: 'few'; verify-resume --help"),
+        ("verify-resume --config a.yaml --steps 3", "verify-resume: steps=3: give at least 4"),
         ("ledger diff {}/a.jsonl", "the following arguments are required: B; ledger --help"),
         ("ledger diff {}/a.jsonl {}/c.jsonl", "has steps 0 to 0 and .* steps 9 to 9: they have no step in common"),
         ("ledger check {}/nowhere", r"nowhere: no ledger can be read \(No such file or directory\)"),

@@ -1,6 +1,5 @@
 """`compare` says of each difference what its seeds can show: intervals are known ones, and so is what is not known."""
 
-import csv
 import html.parser
 import json
 import math
@@ -8,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-import yaml
+from made_logs import predicted, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
@@ -37,24 +36,19 @@ def made(folder, val=None, train=None, more=None, lr=1e-3, seed=0, data=None, tr
         more: other metrics by name, each by steps done.
         data: settings of the data beside its seed.
     """
-    folder.mkdir(parents=True)
     columns = {"val/loss": val or {}, "train/loss": {i + 1: loss for i, loss in enumerate(train or [])}, **(more or {})}
     columns = {name: points for name, points in columns.items() if points}
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, ["step", *columns])
-        table.writeheader()
-        for done in sorted({done for points in columns.values() for done in points}):
-            row = {name: points[done] for name, points in columns.items() if done in points}
-            table.writerow({"step": done - 1, **row})
-    if config:
-        settings = {
-            "seed_everything": seed,
-            "model": {"class_path": "a.Model", "init_args": {"optimizer": {"init_args": {"lr": lr}}}},
-            "data": {"class_path": "D", "init_args": {"seed": seed, **ROWS, **(data or {})}},
-            "trainer": {"max_steps": 40, "devices": 1, **(trainer or {})},
-        }  # fmt: skip
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    rows = [
+        ",".join(map(str, [done - 1, *(points.get(done, "") for points in columns.values())]))
+        for done in sorted({done for points in columns.values() for done in points})
+    ]
+    settings = {
+        "seed_everything": seed,
+        "model": {"class_path": "a.Model", "init_args": {"optimizer": {"init_args": {"lr": lr}}}},
+        "data": {"class_path": "D", "init_args": {"seed": seed, **ROWS, **(data or {})}},
+        "trainer": {"max_steps": 40, "devices": 1, **(trainer or {})},
+    }  # fmt: skip
+    return run_in(folder, "\n".join([",".join(["step", *columns]), *rows, ""]), settings if config else None)
 
 
 def curve(end, steps=40, every=10):
@@ -210,16 +204,6 @@ def test_a_better_recipe_is_named_with_its_interval(tmp_path):
     assert found.row.spreads == [pytest.approx(0.02), pytest.approx(0.01)]
 
 
-def test_two_seeds_each_are_compared_by_welch(tmp_path):
-    a, b = [3.0, 3.1], [2.0, 2.3]
-    seeds_of(tmp_path, "a", a)
-    seeds_of(tmp_path, "b", b, lr=3e-3)
-    found = compared(tmp_path / "a", tmp_path / "b")
-    expected = welch(a, b, 0.95)
-    assert found.row.intervals[1].half_width == pytest.approx(expected.half_width)
-    assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
-
-
 def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_path):
     seeds_of(tmp_path, "a", [3.00, 3.20])
     seeds_of(tmp_path, "b", [3.05, 3.10], lr=3e-3)
@@ -229,6 +213,7 @@ def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_
     assert verdicts(found)[0].startswith(
         "A and B: no difference that these seeds can show: B - A = -0.0250 at 40 steps"
     )
+    assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
     assert verdicts(found)[0].endswith(f"only one above {half:.4f} would show")
 
 
@@ -276,13 +261,6 @@ def test_intervals_of_several_groups_hold_together(tmp_path):
     assert found.level == pytest.approx(0.975)
     assert found.row.intervals[2].half_width == pytest.approx(welch(a, c, 0.975).half_width)
     assert "over seeds, 97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
-
-
-def predicted(file, rows):
-    """A file as PredictionWriter writes it, of log-probabilities."""
-    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(file)
 
 
 def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
@@ -438,10 +416,6 @@ def test_other_validation_rows_are_told(tmp_path):
 def test_names_of_another_project_can_be_given(tmp_path):
     for kind, end in (("a", 3.0), ("b", 2.0)):
         made(tmp_path / kind, more={"my/val": curve(end)}, config=False)
-    with pytest.raises(
-        UsageError, match="no validation loss or training loss among my/val: name it, such as --names val"
-    ):
-        compared(tmp_path / "a", tmp_path / "b")
     found = compared(tmp_path, names={"val_loss": "my/val"}, named=True)
     assert (found.metric, found.row.means) == ("my/val", [3.0, 2.0])
 

@@ -9,10 +9,9 @@ import re
 
 import pytest
 import short_run
-import yaml
-from event_records import FILE, record, scalar
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from made_logs import FILE, record, run_in, scalar
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -47,16 +46,12 @@ CONFIG = {
 
 def written(folder, text=CSV, config=CONFIG, lr=None, **trainer):
     """The folder of a run with these files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if text is not None:
-        (folder / "metrics.csv").write_text(text)
+    config = json.loads(json.dumps(config))
     if config is not None:
-        config = json.loads(json.dumps(config))
         config["trainer"] |= trainer
-        if lr is not None:
-            config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = lr
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
+    if lr is not None:
+        config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = lr
+    return run_in(folder, text, config)
 
 
 # ---- one run
