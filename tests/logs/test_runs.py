@@ -23,6 +23,7 @@ from lightning_tricks.logs.run import ACTIVE_SECONDS, Run, find_runs, flat, read
 from lightning_tricks.logs.runs import COLUMNS, Table, differing
 from lightning_tricks.logs.scalars import read_scalars
 
+ENDED = "_hparams_/session_end_info"
 CSV = """\
 step,train/loss,val/loss,val/bits_per_byte,goodput/steps,goodput/wall_seconds,throughput/mfu
 0,9.0,,,,,
@@ -107,6 +108,13 @@ def test_the_state_is_told_by_the_length_the_loss_and_the_last_write(tmp_path):
     assert read_run(folder, now=now + ACTIVE_SECONDS + 1).state == "stopped"
     assert read_run(written(tmp_path / "nan", CSV + "39,nan,,,,,\n")).state == "failed"
     assert read_run(written(tmp_path / "new", "step,train/loss\n")).state == "empty"
+
+
+def test_a_start_that_has_written_nothing_yet_follows_one_that_ended(tmp_path):
+    (tmp_path / FILE).write_bytes(record(scalar("train/loss", 4, 2.0)) + record(scalar(ENDED, 0, 0.0)))
+    assert read_run(tmp_path).state == "finished"
+    (tmp_path / "events.out.tfevents.2.a").touch()
+    assert read_run(tmp_path).state == "active"
 
 
 def test_a_val_loss_that_is_no_number_is_never_the_best(tmp_path):
