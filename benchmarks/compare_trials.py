@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,10 +124,7 @@ def false_positives(runs: Sequence[ComparedRun], each: int) -> dict[str, int]:
         for second in itertools.combinations(sorted(set(range(len(runs))) - set(first)), each):
             if second < first:
                 continue  # the same two groups
-            groups = [
-                ComparedRun(runs[i].name, runs[i].folder, runs[i].run, runs[i].log, int(i in second))
-                for i in (*first, *second)
-            ]
+            groups = [replace(runs[i], argument=int(i in second)) for i in (*first, *second)]
             ways += 1
             shown += compare_runs(groups, "folders").verdict(1) in ("better", "worse")
     return {"seeds": each, "ways": ways, "shown": shown}

@@ -15,22 +15,25 @@ def compare(result: dict[str, Any]) -> dict[str, str]:
     from benchmarks.compare_trials import table
 
     return {
-        "compare": _block("base", "lr3"),
+        "compare": _block("base", "lr3", columns=100),
         "single": _block("base/seed_0", "lr3/seed_0"),
         "seeds": _block("base/seed_0", "base/seed_1"),
         "trials": table(result),
     }
 
 
-def _block(*names: str) -> str:
+def _block(*names: str, columns: int = 0) -> str:
+    """The command and its answer, with curves of so many columns if any."""
     from lightning_tricks.logs.compare.compared_run import read_runs
     from lightning_tricks.logs.compare.comparison import compare_runs
+    from lightning_tricks.logs.compare.curves import draw_in_terminal
     from lightning_tricks.logs.compare.report import text
 
     folders = [f"{SAMPLE}/{name}" for name in names]
     with contextlib.chdir(ROOT):  # whatever the working folder is
         runs, _ = read_runs(folders, {})
-    shown = text(compare_runs(runs), [])
+    found = compare_runs(runs)
+    shown = text(found, [], draw_in_terminal(found, columns, unicode=True) if columns else [])
     return f"```text\n$ python -m lightning_tricks {' '.join(['compare', *folders])}\n{shown}\n```"
 
 

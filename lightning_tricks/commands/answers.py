@@ -1,6 +1,7 @@
-"""Options that the commands on logs share: the names of another project's metrics, and the forms of the answer."""
+"""The forms in which commands on logs answer, and the option for the names of another project's metrics."""
 
 import json
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from lightning_tricks._writable import check_file
 
 
 def add_answers(parser: ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of `doctor` and `compare`."""
     parser.add_argument(
         "--names", nargs="+", default=[], metavar="ROLE=NAME", help="of metrics, such as loss=my/loss val_loss=my/val"
     )
@@ -24,25 +25,42 @@ def names_of(command: str, options: Namespace) -> dict[str, str]:
     """The names of metrics by their roles.
 
     Raises:
-        UsageError: one is no `ROLE=NAME`; a file cannot be written.
+        UsageError: one is no `ROLE=NAME`.
     """
     names = dict(word.partition("=")[::2] for word in options.names)
     if wrong := next((role for role, name in names.items() if not name), None):
         raise UsageError(f"{command}: names={wrong}: give ROLE=NAME, such as val_loss=my/val")
-    for name in ("html", "json"):
-        if getattr(options, name) not in (None, "-" if name == "json" else None):
-            check_file(f"{command}: {name}", getattr(options, name))
     return names
 
 
-def write_answers(options: Namespace, text: Callable[[], str], page: Callable[[], str], record: dict[str, Any]) -> None:
-    """Write the page and the JSON where they are asked for; print the text unless JSON is printed."""
-    if options.html is not None:
-        Path(options.html).write_text(page(), encoding="utf-8")
-    written = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    if options.json == "-":
-        sys.stdout.write(written)
-        return
-    print(text())
-    if options.json is not None:
-        Path(options.json).write_text(written, encoding="utf-8")
+def check_files(command: str, options: Namespace) -> None:
+    """Refuse files that cannot be written, before the command has worked for them; a page has no standard output."""
+    for name in ("html", "json", "csv"):
+        file = getattr(options, name, None)
+        if file is not None and (file != "-" or name == "html"):
+            check_file(f"{command}: {name}", file)
+
+
+def write_answers(options: Namespace, text: Callable[[], str], **forms: Callable[[], str]) -> None:
+    """Write each form where it is asked for; print the text unless a form goes to standard output."""
+    files = {name: getattr(options, name) for name in forms}
+    for name, file in files.items():
+        if file == "-":
+            sys.stdout.write(forms[name]())
+        elif file is not None:
+            Path(file).write_text(forms[name](), encoding="utf-8")
+    if "-" not in files.values():
+        print(text())
+
+
+def json_text(value: Any) -> str:
+    """JSON for people too; a number that JSON lacks, such as NaN, is null."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return {str(key): _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,10 +1,11 @@
 """`compare`: runs side by side: settings that differ, curves, and what their seeds can show. Loads no torch."""
 
+import shutil
 import sys
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.answers import add_answers, names_of, write_answers
+from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 
 
 def run(args: list[str]) -> None:
@@ -17,7 +18,9 @@ def run(args: list[str]) -> None:
     """
     from lightning_tricks.logs.compare.compared_run import AXES, read_runs
     from lightning_tricks.logs.compare.comparison import compare_runs
+    from lightning_tricks.logs.compare.curves import draw_in_terminal
     from lightning_tricks.logs.compare.report import page, record, text
+    from lightning_tricks.logs.terminal import shows_unicode
 
     parser = CommandParser(
         "lightning-tricks compare",
@@ -40,16 +43,20 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"
     )
+    parser.add_argument(
+        "--predictions", nargs="+", default=[], metavar="FILE", help="of predict --output, one for each group"
+    )
     add_answers(parser)
     options = parser.parse_args(args)
     names, noise = names_of("compare", options), _noise(options.seed_noise)
+    check_files("compare", options)
     runs, left_out = read_runs(options.folders, names)
-    found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names)
+    found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names, options.predictions)
     write_answers(
         options,
-        lambda: text(found, left_out),
-        lambda: page(found, left_out),
-        record(found, left_out),
+        lambda: text(found, left_out, draw_in_terminal(found, shutil.get_terminal_size().columns, shows_unicode())),
+        html=lambda: page(found, left_out),
+        json=lambda: json_text(record(found, left_out)),
     )
     if len({each.argument for each in runs}) < len(options.folders):
         sys.exit(2)  # a line says which folder was left out

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.answers import add_answers, names_of, write_answers
+from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 
 
 def run(args: list[str]) -> None:
@@ -30,6 +30,7 @@ def run(args: list[str]) -> None:
     add_answers(parser)
     options = parser.parse_args(args)
     names = names_of("doctor", options)
+    check_files("doctor", options)
     lines, folder = read_printed(options.stderr), Path(options.folder)
     try:
         folder = find_run(folder)
@@ -40,6 +41,6 @@ def run(args: list[str]) -> None:
         log, unread = RunLog(), [str(error)]  # it has ended before its first log step
     log.printed = lines
     report = Report(str(folder), log, findings(log), unread)
-    write_answers(options, report.text, report.html, report.record())
+    write_answers(options, report.text, html=report.html, json=lambda: json_text(report.record()))
     if report.is_sick:
         sys.exit(1)

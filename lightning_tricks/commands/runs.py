@@ -1,13 +1,12 @@
 """`runs`: all runs below a folder in one table: how far each came, how good it is, what it cost. Loads no torch."""
 
-import json
 import sys
 from pathlib import Path
 
 from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import check_files, json_text, write_answers
 
 
 def run(args: list[str]) -> None:
@@ -35,21 +34,9 @@ def run(args: list[str]) -> None:
     options = parser.parse_args(args)
     if options.json == options.csv == "-":
         raise UsageError("runs: json=-, csv=-: standard output takes one of them: name a file for the other")
-    for name in ("json", "csv"):
-        if getattr(options, name) not in (None, "-"):
-            check_file(f"runs: {name}", getattr(options, name))
+    check_files("runs", options)
     table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
-    written = {
-        options.json: json.dumps(table.records(), indent=1, allow_nan=False) + "\n",
-        options.csv: table.csv(),
-    }
-    for file, content in written.items():
-        if file == "-":
-            sys.stdout.write(content)
-        elif file is not None:
-            Path(file).write_text(content, encoding="utf-8")
-    if "-" not in written:
-        print(table.text())
+    write_answers(options, table.text, json=lambda: json_text(table.records()), csv=table.csv)
     for one in table.runs:
         for line in one.unread:
             say(f"not read: {one.name}: {line}", file=sys.stderr)

@@ -10,9 +10,8 @@ import numpy as np
 from lightning_tricks._errors import UsageError
 from lightning_tricks._quote import html_text, printable
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
-from lightning_tricks.logs.run import run_folders
+from lightning_tricks.logs.run import last_written, run_folders
 from lightning_tricks.logs.run_log import RunLog, Series
-from lightning_tricks.logs.scalars import event_files
 from lightning_tricks.logs.symptoms.finding import Finding
 from lightning_tricks.logs.symptoms.other_symptoms import TELLING
 
@@ -32,22 +31,13 @@ def find_run(folder: Path) -> Path:
     Raises:
         UsageError: no such folder, or no log in it.
     """
-    runs = [folder] if _written(folder) else [path for path in run_folders(folder, "doctor", []) if _written(path)]
-    if not runs:
+    folders = [folder] if last_written(folder, "metrics.csv") else run_folders(folder, "doctor", [])
+    if not (runs := {path: time for path in folders if (time := last_written(path, "metrics.csv"))}):
         raise UsageError(
             f"doctor: {folder}: there is no log in it (no metrics.csv, no event file): give the folder in which a "
             "logger writes"
         )
-    return max(runs, key=_written)
-
-
-def _written(folder: Path) -> float:
-    """When a log in a folder was last written to; 0 where there is none, or the folder cannot be entered."""
-    try:
-        files = [*event_files(folder), folder / "metrics.csv"]
-        return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-    except OSError:
-        return 0.0
+    return max(runs, key=runs.__getitem__)
 
 
 def read_printed(files: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +35,26 @@ Point = tuple[str | None, int, float, float]  # tag, step, value, seconds since 
 
 
 @dataclass
-class EventFile:
-    """What one file says beside its points.
+class Facts:
+    """What the files of a run say beside their points.
 
     Args:
-        first_time: seconds since 1970 of the first record that has a time.
+        first_time: seconds since 1970 of the first record that has a time; None where none has.
         last_time: of the last one.
-        ended: whether training came to its end.
+        ended: whether training came to its end, by the last file.
         devices: number of processes, where the dashboard has written it.
-        problem: a line where the file goes on with bytes that no writer begins a record with, or a record holds no
-            event. A last record that was cut short is none: it may be written at this moment.
+        unread: a line for each file, or part of one, that could not be read. A last record that was cut short is none:
+            it may be written at this moment.
     """
 
     first_time: float | None = None
     last_time: float | None = None
     ended: bool = False
     devices: int | None = None
-    problem: str | None = None
+    unread: list[str] = field(default_factory=list)
 
 
-def read_events(file: Path, found: EventFile) -> Iterator[Point]:
+def read_events(file: Path, found: Facts) -> Iterator[Point]:
     """The scalars of a file in their order, up to where it is cut off.
 
     A point without a tag stands for a resume, with which TensorBoard forgets the points before it from its step on.
@@ -68,18 +68,22 @@ def read_events(file: Path, found: EventFile) -> Iterator[Point]:
         OSError: it cannot be read.
         ValueError: it is no regular file, or has no record.
     """
+    found.ended = False
     check_regular(file)
     with file.open("rb") as opened:
         if not file.stat().st_size:
             return
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield from _points(data, found)
+            problem = yield from _points(data, found)
             found.ended = data.rfind(_ENDED) >= 0
             if match := _DEVICES.search(data):
                 found.devices = int(match[1])
+    if problem:
+        found.unread.append(f"{file.name}: {problem}")
 
 
-def _points(data: mmap.mmap, found: EventFile) -> Iterator[Point]:
+def _points(data: mmap.mmap, found: Facts) -> Generator[Point, None, str]:
+    """The points; returns a line on bytes with which no writer begins a record, and on records that hold no event."""
     tags: dict[bytes, str] = {}  # of scalars, by what stands between step and value in their records
     place, size, records, no_events, seconds, damage = 0, len(data), 0, 0, math.nan, ""
     while place + _HEADER <= size:
@@ -92,15 +96,15 @@ def _points(data: mmap.mmap, found: EventFile) -> Iterator[Point]:
             break  # cut off
         record = data[place + _HEADER : end - _FOOTER]
         place, records = end, records + 1
-        if length > 14 and record[0] == _TIME_FIRST:
-            step, at = _step(record)
-            (seconds,) = _read_double(record, 1)
-            if (tag := tags.get(record[at:-4])) is not None and step <= LARGEST_STEP:  # in a form that is known
-                if not 0 < seconds < _LATEST_TIME:
-                    seconds = math.nan
-                yield tag, step, _read_float(record, length - 4)[0], seconds
-                continue
         try:
+            if length > 14 and record[0] == _TIME_FIRST:
+                step, at = _step(record)
+                (seconds,) = _read_double(record, 1)
+                if (tag := tags.get(record[at:-4])) is not None and step <= LARGEST_STEP:  # in a form that is known
+                    if not 0 < seconds < _LATEST_TIME:
+                        seconds = math.nan
+                    yield tag, step, _read_float(record, length - 4)[0], seconds
+                    continue
             seconds, points = _event(record)
         except ValueError:
             no_events += 1
@@ -114,20 +118,15 @@ def _points(data: mmap.mmap, found: EventFile) -> Iterator[Point]:
                 tags[between] = tag
     if not records:
         raise ValueError("no event file, or cut off in its first record")
-    found.last_time = seconds if seconds > 0 else None
+    if seconds > 0:
+        found.last_time = seconds
     left_out = f"{no_events:,} record{'s' * (no_events > 1)} left out that hold no event" if no_events else ""
-    found.problem = "; ".join(filter(None, [left_out, damage])) or None
+    return "; ".join(filter(None, [left_out, damage]))
 
 
 def _step(record: bytes) -> tuple[int, int]:
     """The step behind the time of a record, and the place behind it; a step of 0 is not written."""
-    if record[9] != _STEP << 3:
-        return 0, 9
-    step, shift, at = record[10] & 0x7F, 7, 11
-    while record[at - 1] >= 0x80 and at < len(record):  # seven bits a byte; the eighth says that more follow
-        step |= (record[at] & 0x7F) << shift
-        shift, at = shift + 7, at + 1
-    return step, at
+    return _varint(record, 10) if record[9] == _STEP << 3 else (0, 9)
 
 
 def _event(record: bytes) -> tuple[float, list[Point]]:
@@ -200,12 +199,11 @@ def _fields(data: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):  # seven bits a byte; the eighth says that more follow
-        if place >= len(data):
-            break
-        value |= (data[place] & 0x7F) << shift
-        place += 1
-        if data[place - 1] < 0x80:
+    value = shift = 0
+    while place < len(data) and shift < 70:  # seven bits a byte; the eighth says that more follow
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
             return value, place
     raise ValueError("no message")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from lightning_tricks._errors import UsageError
@@ -71,7 +72,7 @@ class LedgerDiff:
     tolerance: float  # relative, for losses that are not expected to be equal to the bit
 
     def first(self) -> tuple[int, list[str]] | None:
-        """The first step with a difference, and the parts that differ first there, in their order."""
+        """See `first_difference`."""
         return first_difference(self.parts)
 
     def lines(self) -> Iterator[str]:
@@ -211,7 +212,7 @@ def summary(one: Ledger) -> str:
 
 def check(one: Ledger) -> tuple[list[str], list[str]]:
     """What there is to say of a ledger, and what is wrong with it: a line each."""
-    said, problems = [summary(one)], [*_broken(one), *_missing(one), *_unequal_copies(one)]
+    said, problems = [summary(one)], [*_problems(one)]
     if one.unfinished:
         said.append("the last line is unfinished: the run was killed while it was written, or is writing it now")
     if one.repeated:
@@ -226,22 +227,13 @@ def check(one: Ledger) -> tuple[list[str], list[str]]:
     return said, problems
 
 
-def _broken(one: Ledger) -> Iterator[str]:
+def _problems(one: Ledger) -> Iterator[str]:
     for number in one.broken:
         yield f"line {number} does not follow from the line before: lines were changed or lost"
-
-
-def _missing(one: Ledger) -> Iterator[str]:
-    before = min(one.steps) - 1
-    for step in sorted(one.steps):
+    for before, step in pairwise(sorted(one.steps)):
         if step != before + 1:
             yield f"steps {before + 1} to {step - 1} are missing: a power failure can take lines that a kill leaves"
-        before = step
-
-
-def _unequal_copies(one: Ledger) -> Iterator[str]:
-    """The first step at which ranks that hold copies of all weights hold different ones."""
-    for step, line in sorted(one.steps.items()):
+    for step, line in sorted(one.steps.items()):  # the first at which ranks with copies of all weights hold other ones
         weights: Any = line["weights"]
         if isinstance(weights, list) and not line["start"].get("sharded") and None not in weights:
             most, _ = Counter(weights).most_common(1)[0]

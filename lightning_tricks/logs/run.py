@@ -112,7 +112,7 @@ def read_run(
         goodput=scalars.last(_GOODPUT),
         mfu=scalars.last(_MFU),
         settings={key: value for key, value in flat(document).items() if not key.startswith(_PLACES)},
-        unread=(*scalars.unread, *unread),
+        unread=(*scalars.facts.unread, *unread),
         folder=folder,
         scalars=scalars,
     )
@@ -192,22 +192,16 @@ def _saved_steps(folder: Path) -> int | None:
 
 
 def _seconds(folder: Path, scalars: Scalars) -> float | None:
-    """Wall time: GoodputMonitor's; that of the records; that of its file; between the files of a start and the log."""
+    """Wall time: GoodputMonitor's, as logged; that of the records; that of GoodputMonitor's file."""
     if (logged := scalars.last(_SECONDS)) is not None:
         return logged
-    if scalars.first_time is not None and scalars.last_time is not None:
-        return max(scalars.last_time - scalars.first_time, 0.0)
+    if (first := scalars.facts.first_time) is not None and (last := scalars.facts.last_time) is not None:
+        return max(last - first, 0.0)
     try:
         processes = parse_json(read_text(folder / "goodput.json"))["processes"]
         seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
-        if math.isfinite(seconds):
-            return seconds
+        return seconds if math.isfinite(seconds) else None
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    try:
-        started = min((folder / name).stat().st_mtime for name in _SETTINGS if (folder / name).exists())
-        return max((folder / "metrics.csv").stat().st_mtime - started, 0.0)
-    except (OSError, ValueError):
         return None
 
 
@@ -218,11 +212,18 @@ def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now
     if any(loss is not None and not math.isfinite(loss) for loss in losses):
         return "failed"
     planned = _at(document, "trainer", "max_steps")
-    if scalars.ended or (isinstance(planned, int) and 0 < planned <= steps):
+    if scalars.facts.ended or (isinstance(planned, int) and 0 < planned <= steps):
         return "finished"
-    logs = [folder / "metrics.csv", folder / "goodput.json", *event_files(folder)]
-    written = max((file.stat().st_mtime for file in logs if file.exists()), default=0.0)
-    return "active" if now - written < ACTIVE_SECONDS else "stopped"
+    return "active" if now - last_written(folder, "metrics.csv", "goodput.json") < ACTIVE_SECONDS else "stopped"
+
+
+def last_written(folder: Path, *names: str) -> float:
+    """When event files and those of these names were last written to; 0 without any, or where none can be looked at."""
+    try:
+        files = [*event_files(folder), *(folder / name for name in names)]
+        return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+    except OSError:
+        return 0.0
 
 
 # ---- settings
@@ -259,7 +260,7 @@ def _tokens(document: Any, scalars: Scalars, steps: int | None) -> int | None:
         tokens = sum(batches[step] for step in range(steps))
         return round(tokens) if math.isfinite(tokens) else None
     # an elastic run keeps the rows of the full run that its recipe describes, on however many processes
-    processes = _data_ranks(trainer, None if _at(document, "elastic") else scalars.devices)
+    processes = _data_ranks(trainer, None if _at(document, "elastic") else scalars.facts.devices)
     return None if processes is None else math.prod(sizes) * processes * steps
 
 

@@ -142,7 +142,7 @@ def read_log(
         for name, points in scalars.metrics.items()
     }
     if not metrics:
-        reasons = f" ({'; '.join(scalars.unread)})" if scalars.unread else ""
+        reasons = f" ({'; '.join(scalars.facts.unread)})" if scalars.facts.unread else ""
         raise UsageError(f"{command}: {folder}: its log holds no scalars{reasons}: give the log of a training run")
     for role, name in names.items():
         if name not in metrics:

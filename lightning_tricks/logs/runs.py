@@ -51,11 +51,11 @@ class Table:
         return getattr(run, column) if column in COLUMNS else run.settings.get(self.settings[column])
 
     def records(self) -> list[dict[str, Any]]:
-        """A mapping for each run, for JSON: what is not known, or no number, is None."""
+        """A mapping for each run, for JSON."""
         return [
             {
-                **{name: _plain(getattr(run, name)) for name in COLUMNS},
-                "settings": {full: _plain(run.settings.get(full)) for full in self.settings.values()},
+                **{name: getattr(run, name) for name in COLUMNS},
+                "settings": {full: run.settings.get(full) for full in self.settings.values()},
             }
             for run in self.runs
         ]
@@ -132,12 +132,3 @@ def _order(value: Any) -> tuple[int, float, list[Any]]:
     if isinstance(value, int | float):
         return 0, float(value), []
     return 1, 0.0, _natural(str(value))
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    return {str(key): _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_tricks._foreign_files import LARGEST_STEP, number_of, open_csv, why
-from lightning_tricks.logs.event_file import EventFile, read_events
+from lightning_tricks.logs.event_file import Facts, read_events
 
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
 _NO_COLUMN = ("step", "epoch", "")
@@ -90,21 +90,13 @@ class Scalars:
         metrics: by their names, those that were asked for.
         steps: number of optimizer steps done, as far as the log tells.
         resumes: steps from which on a resume made TensorBoard forget earlier points.
-        first_time: seconds since 1970 of the first record; None where records have no time.
-        last_time: of the last one.
-        ended: whether the log says that training came to its end.
-        devices: number of processes, where the log tells it.
-        unread: a line for each file, or part of one, that could not be read.
+        facts: what the files say beside their points, and what of them could not be read.
     """
 
     metrics: dict[str, Points] = field(default_factory=dict)
     steps: int | None = None
     resumes: list[int] = field(default_factory=list)
-    first_time: float | None = None
-    last_time: float | None = None
-    ended: bool = False
-    devices: int | None = None
-    unread: list[str] = field(default_factory=list)
+    facts: Facts = field(default_factory=Facts)
 
     def last(self, name: str) -> float | None:
         """The last value of a metric."""
@@ -131,16 +123,12 @@ def read_scalars(folder: Path, names: Collection[str] | None = None) -> Scalars:
         names: of the metrics that are wanted; None for all.
     """
     found = Scalars()
-    for file in event_files(folder):
+    table = folder / "metrics.csv"
+    for file in (*event_files(folder), *([table] if table.exists() else [])):
         try:
-            _read_events(file, names, found)
+            (_read_table if file == table else _read_events)(file, names, found)
         except (OSError, ValueError) as error:
-            found.unread.append(f"{file.name}: {why(error)}")
-    if (table := folder / "metrics.csv").exists():
-        try:
-            _read_table(table, names, found)
-        except (OSError, ValueError) as error:
-            found.unread.append(f"{table.name}: {why(error)}")
+            found.facts.unread.append(f"{file.name}: {why(error)}")
     ends = [LARGEST_STEP + 1]
     for step in reversed(found.resumes):  # of the points before each mark, those from its step on do not count
         ends.append(min(step, ends[-1]))
@@ -153,29 +141,20 @@ def read_scalars(folder: Path, names: Collection[str] | None = None) -> Scalars:
 
 def _read_events(file: Path, names: Collection[str] | None, found: Scalars) -> None:
     of_file: dict[str, Points] = {}
-    said = EventFile()
-    try:
-        for tag, step, value, time in read_events(file, said):
-            if tag is None:
-                found.resumes.append(step)
-                found.steps = step
+    for tag, step, value, time in read_events(file, found.facts):
+        if tag is None:
+            found.resumes.append(step)
+            found.steps = step
+            continue
+        if (points := of_file.get(tag)) is None:
+            if tag.startswith(_NOT_METRICS):
                 continue
-            if (points := of_file.get(tag)) is None:
-                if tag.startswith(_NOT_METRICS):
-                    continue
-                wanted = names is None or tag in names
-                points = of_file[tag] = found.metrics.setdefault(tag, Points()) if wanted else Points()
-                points.begin_file(step)
-            found.steps = step + 1
-            if names is None or tag in names:
-                points.add(step, value, time, len(found.resumes))
-    finally:
-        if found.first_time is None:
-            found.first_time = said.first_time
-        found.last_time, found.devices = said.last_time or found.last_time, said.devices or found.devices
-        found.ended = said.ended
-        if said.problem is not None:
-            found.unread.append(f"{file.name}: {said.problem}")
+            wanted = names is None or tag in names
+            points = of_file[tag] = found.metrics.setdefault(tag, Points()) if wanted else Points()
+            points.begin_file(step)
+        found.steps = step + 1
+        if names is None or tag in names:
+            points.add(step, value, time, len(found.resumes))
 
 
 def _read_table(file: Path, names: Collection[str] | None, found: Scalars) -> None:
@@ -193,6 +172,6 @@ def _read_table(file: Path, names: Collection[str] | None, found: Scalars) -> No
                 if row[place] and (value := number_of(row[place])) is not None:
                     points.add(step, value, math.nan, len(found.resumes))
         if (problem := rows.problem()) is not None:
-            found.unread.append(f"{file.name}: {problem}")
+            found.facts.unread.append(f"{file.name}: {problem}")
     if found.steps is None:
         found.steps = done

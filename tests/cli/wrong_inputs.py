@@ -224,7 +224,6 @@ ROWS = [
     ),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from other.ckpt", "init_from=other.ckpt", "has no 'decoder.", lines=3),
-    command("verify-resume --config small.yaml --steps 3", "steps=3", "at least 4"),
     option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
     plain("--trainer.strategy fsdp2", "trainer.strategy=fsdp2", "did you mean FSDP2Strategy?"),
     plain(f"{MESH}.tensor x", "trainer.strategy.mesh.tensor=x", "give a whole number"),

@@ -216,7 +216,6 @@ def test_every_process_of_a_run_is_compared(make, monkeypatch):
 
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
     for made, steps, words in (
-        (make, 3, "steps=3: give at least 4"),
         (lambda: make(), 6, "give a function that stands at the top of a module or script"),
         (make_short, 6, "the run ended after 5 steps, and 6 were asked for: give --steps 5 or fewer"),
         (make_broken, 6, "the run failed with exit code 1: RuntimeError: no such dataset"),
@@ -291,12 +290,8 @@ def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_fil
     assert done.stdout.splitlines()[0] == "samples: equal at 4 steps"
     assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are equal to the bit\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small.yaml"]
-    for options, words in (
-        (["--model.nosuch", "1"], "LanguageModel has no option 'nosuch'"),
-        (["--steps", "few"], "invalid int value: 'few'; verify-resume --help"),
-    ):
-        done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: verify-resume: ")
-        assert words in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    done = subprocess.run([*command, "--model.nosuch", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: verify-resume: ")
+    assert "LanguageModel has no option 'nosuch'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -4,19 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from made_logs import TABLE, predicted, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
 from lightning_tricks.logs.ledger_file import LedgerFile
-
-TABLE = "step,train/loss,val/loss\n" + "".join(f"{step},{5 - step / 20},{4 - step / 20}\n" for step in range(60))
-
-
-def run_in(folder, table=TABLE, lr="0.1"):
-    folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text(table)
-    (folder / "hparams.yaml").write_text(f"lr: {lr}\nseed: 0\n")
-    return folder
 
 
 def ledger_in(file, first=0):
@@ -27,8 +19,8 @@ def ledger_in(file, first=0):
 def made(tmp_path_factory):
     """A folder with everything that the words below name."""
     folder = tmp_path_factory.mktemp("logs")
-    run_in(folder / "a")
-    run_in(folder / "b", lr="0.2")
+    run_in(folder / "a", settings={"lr": 0.1})
+    run_in(folder / "b", settings={"lr": 0.2})
     without = TABLE.replace("train/loss", "my loss")
     run_in(folder / "val", without)
     run_in(folder / "train", TABLE.replace("val/loss", "x"))
@@ -42,7 +34,15 @@ def made(tmp_path_factory):
     (folder / "a.txt").write_text("text")
     ledger_in(folder / "a.jsonl")
     ledger_in(folder / "c.jsonl", 9)
+    rows = {"right": [[-1.0, -2.0]] * 40, "fewer": [[-1.0, -2.0]] * 39, "null": [[-1.0, None]] * 40,
+            "infinite": [[-1.0, float("-inf")]], "nothing": [[None, None]], "positive": [[1.0, -2.0]],
+            "letters": ["a"], "no_rows": []}  # fmt: skip
+    for name, of_file in rows.items():
+        predicted(folder / f"{name}.jsonl", of_file)
     return folder
+
+
+PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,18 @@ def made(tmp_path_factory):
         ("compare {}/a {}/b --html {}", "html=.*this is a folder"),
         ("compare {}/a {}/b --html -", "html=-: it is not written to standard output: name a file"),
         ("compare {}/none {}/a {}/b", "none: its log holds no scalars"),
+        ("compare {}/a {}/b --predictions {}/right.jsonl", "predictions: 1 file for 2 groups: give one for each"),
+        (PREDICT + "fewer.jsonl", r"predictions=.*fewer.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
+        (PREDICT + "null.jsonl", "its rows are not those of"),
+        *(
+            (f"{PREDICT}{name}.jsonl", "line 1 holds no log-probabilities of a row")
+            for name in ("infinite", "positive", "letters")
+        ),
+        *((f"{PREDICT}{name}.jsonl", "no token of it counts") for name in ("nothing", "no_rows")),
+        (PREDICT + "no.jsonl", "no.jsonl: No such file"),
+        ("verify-resume", "verify-resume: give a recipe with --config RECIPE.yaml"),
+        ("verify-resume --config a.yaml --steps few", "invalid int value: 'few'; verify-resume --help"),
+        ("verify-resume --config a.yaml --steps 3", "verify-resume: steps=3: give at least 4"),
         ("ledger diff {}/a.jsonl", "the following arguments are required: B; ledger --help"),
         ("ledger diff {}/a.jsonl {}/c.jsonl", "has steps 0 to 0 and .* steps 9 to 9: they have no step in common"),
         ("ledger check {}/nowhere", r"nowhere: no ledger can be read \(No such file or directory\)"),

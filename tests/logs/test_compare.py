@@ -1,6 +1,5 @@
 """`compare` says of each difference what its seeds can show: intervals are known ones, and so is what is not known."""
 
-import csv
 import html.parser
 import json
 import math
@@ -8,20 +7,17 @@ import sys
 
 import numpy as np
 import pytest
-import yaml
+from made_logs import predicted, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.answers import json_text
 from lightning_tricks.logs.compare.compared_run import is_seed, outcome_of, read_runs, value_at
 from lightning_tricks.logs.compare.comparison import compare_runs
-from lightning_tricks.logs.compare.intervals import (
-    paired,
-    pooled_spread,
-    student_t,
-    welch,
-    with_spread,
-)
-from lightning_tricks.logs.compare.report import ends_shown, page, record, run_curves, text, verdicts
+from lightning_tricks.logs.compare.curves import draw_in_terminal, ends_shown, group_curves
+from lightning_tricks.logs.compare.intervals import block_means, paired, pooled_spread, student_t, welch, with_spread
+from lightning_tricks.logs.compare.predictions import read_predictions
+from lightning_tricks.logs.compare.report import page, record, text, verdicts
 from lightning_tricks.logs.page import plot
 from lightning_tricks.logs.run import find_runs
 from lightning_tricks.logs.runs import Table
@@ -40,24 +36,19 @@ def made(folder, val=None, train=None, more=None, lr=1e-3, seed=0, data=None, tr
         more: other metrics by name, each by steps done.
         data: settings of the data beside its seed.
     """
-    folder.mkdir(parents=True)
     columns = {"val/loss": val or {}, "train/loss": {i + 1: loss for i, loss in enumerate(train or [])}, **(more or {})}
     columns = {name: points for name, points in columns.items() if points}
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, ["step", *columns])
-        table.writeheader()
-        for done in sorted({done for points in columns.values() for done in points}):
-            row = {name: points[done] for name, points in columns.items() if done in points}
-            table.writerow({"step": done - 1, **row})
-    if config:
-        settings = {
-            "seed_everything": seed,
-            "model": {"class_path": "a.Model", "init_args": {"optimizer": {"init_args": {"lr": lr}}}},
-            "data": {"class_path": "D", "init_args": {"seed": seed, **ROWS, **(data or {})}},
-            "trainer": {"max_steps": 40, "devices": 1, **(trainer or {})},
-        }  # fmt: skip
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    rows = [
+        ",".join(map(str, [done - 1, *(points.get(done, "") for points in columns.values())]))
+        for done in sorted({done for points in columns.values() for done in points})
+    ]
+    settings = {
+        "seed_everything": seed,
+        "model": {"class_path": "a.Model", "init_args": {"optimizer": {"init_args": {"lr": lr}}}},
+        "data": {"class_path": "D", "init_args": {"seed": seed, **ROWS, **(data or {})}},
+        "trainer": {"max_steps": 40, "devices": 1, **(trainer or {})},
+    }  # fmt: skip
+    return run_in(folder, "\n".join([",".join(["step", *columns]), *rows, ""]), settings if config else None)
 
 
 def curve(end, steps=40, every=10):
@@ -130,6 +121,20 @@ def test_groups_of_equal_recipes_differ_in_one_of_twenty_comparisons():
     assert shown <= 400 * 0.05 + 3 * math.sqrt(400 * 0.05 * 0.95)
 
 
+def test_blocks_hold_the_true_mean_where_neighbours_are_correlated():
+    """An autoregression of 0.8: intervals that take its values for independent hold the mean in half of the cases."""
+    random, held, naive = np.random.default_rng(1), 0, 0
+    for _ in range(300):
+        noise, values = random.normal(size=400), np.zeros(400)
+        values[0] = noise[0] / 0.6
+        for i in range(1, 400):
+            values[i] = 0.8 * values[i - 1] + noise[i]
+        held += not block_means(values.tolist(), [1] * 400, 0.95).excludes_zero
+        naive += abs(values.mean()) <= 1.96 * values.std() / 20
+    assert held >= 0.9 * 300
+    assert naive <= 0.6 * 300
+
+
 # ---- groups
 
 
@@ -199,16 +204,6 @@ def test_a_better_recipe_is_named_with_its_interval(tmp_path):
     assert found.row.spreads == [pytest.approx(0.02), pytest.approx(0.01)]
 
 
-def test_two_seeds_each_are_compared_by_welch(tmp_path):
-    a, b = [3.0, 3.1], [2.0, 2.3]
-    seeds_of(tmp_path, "a", a)
-    seeds_of(tmp_path, "b", b, lr=3e-3)
-    found = compared(tmp_path / "a", tmp_path / "b")
-    expected = welch(a, b, 0.95)
-    assert found.row.intervals[1].half_width == pytest.approx(expected.half_width)
-    assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
-
-
 def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_path):
     seeds_of(tmp_path, "a", [3.00, 3.20])
     seeds_of(tmp_path, "b", [3.05, 3.10], lr=3e-3)
@@ -218,6 +213,7 @@ def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_
     assert verdicts(found)[0].startswith(
         "A and B: no difference that these seeds can show: B - A = -0.0250 at 40 steps"
     )
+    assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
     assert verdicts(found)[0].endswith(f"only one above {half:.4f} would show")
 
 
@@ -265,6 +261,35 @@ def test_intervals_of_several_groups_hold_together(tmp_path):
     assert found.level == pytest.approx(0.975)
     assert found.row.intervals[2].half_width == pytest.approx(welch(a, c, 0.975).half_width)
     assert "over seeds, 97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
+
+
+def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
+    """By hand: blocks of four rows, each with ten tokens; the first token of a row does not count."""
+    seeds_of(tmp_path, "a", [3.0])
+    seeds_of(tmp_path, "b", [2.9], lr=3e-3)
+    first = [[None, *([-2.0] * (2 + i % 2))] for i in range(40)]
+    second = [[value and value + 0.1 * (1 + i // 4) for value in row] for i, row in enumerate(first)]
+    files = [predicted(tmp_path / "a.jsonl", first), predicted(tmp_path / "b.jsonl", second)]
+    found = compared(tmp_path / "a", tmp_path / "b", predictions=files)
+    (interval,) = found.on_same_rows
+    blocks = -0.1 * np.arange(1, 11)
+    assert interval.difference == pytest.approx(blocks.mean())
+    assert interval.half_width == pytest.approx(student_t(0.975, 9) * blocks.std(ddof=1) / math.sqrt(10))
+    assert "predictions, means of 10 blocks of 40 rows  -0.5500 ± 0.2166" in text(found, [])
+    assert "± on the same rows is half of a 95 % interval over rows" in text(found, [])
+    assert "predictions, means of 10 blocks" in page(found, [])
+    assert record(found, [])["same_rows"]["predictions"]["B"]["high"] == pytest.approx(-0.3334, abs=1e-4)
+    assert found.verdict(1) == "not known"  # which rows do not tell
+    fewer = [predicted(tmp_path / f"{i}.jsonl", first[:39]) for i in range(2)]
+    found = compared(tmp_path / "a", tmp_path / "b", predictions=fewer)
+    assert (found.on_same_rows, record(found, [])["same_rows"]) == ([], {})
+    assert "predictions: fewer than 40 rows are too few for an interval over rows" in found.notes
+
+
+def test_a_token_that_was_sure_counts_and_a_row_without_a_label_does_not(tmp_path):
+    """By hand: a loss of 0 and one of 2 over two tokens, beside a token without a label."""
+    (row,) = read_predictions(predicted(tmp_path / "a.jsonl", [[None], [0.0, -2.0, None]]))
+    assert row == ((0, 0, 1), 2.0, 2)
 
 
 def test_a_run_that_failed_is_worse_and_has_no_interval(tmp_path, capsys):
@@ -323,8 +348,8 @@ def test_tokens_of_a_batch_that_grows_are_those_of_its_steps(tmp_path):
     made(tmp_path / "a", {4: 3.0, 8: 2.0}, more=grows)
     made(tmp_path / "b", {8: 2.0}, more={"train/batch_tokens": {1: 10.0, 8: 20.0}}, data={"x": 1})
     runs, _ = read_runs([str(tmp_path)], {})
-    assert runs[0].amounts("tokens").after([0, 4, 6, 8]).tolist() == [0, 40, 80, 120]
-    assert runs[1].amounts("tokens") is None  # not every step was logged
+    assert runs[0].amounts["tokens"].after([0, 4, 6, 8]).tolist() == [0, 40, 80, 120]
+    assert runs[1].amounts["tokens"] is None  # not every step was logged
 
 
 def test_flops_and_hours_come_from_the_log(tmp_path):
@@ -338,13 +363,13 @@ def test_flops_and_hours_come_from_the_log(tmp_path):
     made(tmp_path / "a", {10: 3.0, 20: 2.0}, more=more, config=False)
     made(tmp_path / "b", {10: 3.0, 20: 2.0}, config=False)
     a, b = read_runs([str(tmp_path)], {})[0]
-    assert a.amounts("flops").after([1]).tolist() == [4e10]
-    assert a.amounts("flops").after([20])[0] == pytest.approx(
+    assert a.amounts["flops"].after([1]).tolist() == [4e10]
+    assert a.amounts["flops"].after([20])[0] == pytest.approx(
         10 * 4e10 + sum(4e10 * (1 + i / 10) for i in range(1, 11))
     )
-    assert a.amounts("tokens").after([1]).tolist() == [800.0]
-    assert a.amounts("hours").after([1, 6, 11, 20]).tolist() == [1.0, 1.5, 2.0, 2.9]
-    assert [b.amounts(axis) for axis in ("tokens", "flops", "hours")] == [None] * 3
+    assert a.amounts["tokens"].after([1]).tolist() == [800.0]
+    assert a.amounts["hours"].after([1, 6, 11, 20]).tolist() == [1.0, 1.5, 2.0, 2.9]
+    assert [b.amounts[axis] for axis in ("tokens", "flops", "hours")] == [None] * 3
     notes = compared(tmp_path).notes
     assert "FLOPs: not known of b (MFUMonitor)" in notes
     assert "hours: not known of b (GoodputMonitor, or an event file)" in notes
@@ -391,10 +416,6 @@ def test_other_validation_rows_are_told(tmp_path):
 def test_names_of_another_project_can_be_given(tmp_path):
     for kind, end in (("a", 3.0), ("b", 2.0)):
         made(tmp_path / kind, more={"my/val": curve(end)}, config=False)
-    with pytest.raises(
-        UsageError, match="no validation loss or training loss among my/val: name it, such as --names val"
-    ):
-        compared(tmp_path / "a", tmp_path / "b")
     found = compared(tmp_path, names={"val_loss": "my/val"}, named=True)
     assert (found.metric, found.row.means) == ("my/val", [3.0, 2.0])
 
@@ -437,6 +458,24 @@ def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
     assert all(f">x{i}<" in page(found, []) for i in range(30))
 
 
+def test_the_terminal_draws_each_axis_that_shows_something_of_its_own(tmp_path):
+    pytest.importorskip("uniplot")
+    lines = draw_in_terminal(two(tmp_path), columns=60, unicode=False)
+    assert [line for line in lines if line.startswith("val/loss over ")] == [
+        "val/loss over steps",
+        "val/loss over hours",
+    ]
+    assert "over tokens: as over steps, 32 a step" in lines
+    assert all(line.isascii() and len(line) <= 60 for line in lines)
+    assert sum("+ A" in line and "x B" in line for line in lines) == 2
+
+
+def test_without_uniplot_the_tables_stay_and_a_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uniplot", None)
+    (line,) = draw_in_terminal(two(tmp_path), 80, True)
+    assert "pip install 'lightning-tricks[plot]'" in line
+
+
 class Tags(html.parser.HTMLParser):
     """Each tag that is opened is closed in its order."""
 
@@ -474,16 +513,23 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
 def test_a_plot_shows_the_end_of_the_curves_and_leaves_out_what_is_not_finite(tmp_path):
     made(tmp_path / "a", {1: 1000.0, 20: 3.0, 30: math.nan, 40: 2.0})
     made(tmp_path / "b", {1: 900.0, 20: 3.5, 30: 3.0, 40: 2.5}, lr=3e-3)
-    curves = run_curves(compared(tmp_path), "steps")
+    curves = group_curves(compared(tmp_path), "steps")
     assert curves[0].y.tolist() == [1000.0, 3.0, 2.0]
     assert ends_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5))
     assert "nan" not in plot(curves, ends_shown(curves))
 
 
-def test_where_one_run_had_ended_before_the_first_figure_of_another_the_last_ones_are_compared(tmp_path):
-    made(tmp_path / "b", {10: 5.0, 20: 4.0})
-    made(tmp_path / "c", {30: 2.0, 40: 1.0}, lr=4e-3)
-    apart = compared(tmp_path)
+def test_the_curve_of_a_group_is_the_mean_of_its_runs(tmp_path):
+    made(tmp_path / "a" / "0", {10: 4.0, 20: 2.0, 40: 1.0})
+    made(tmp_path / "a" / "1", {10: 2.0, 30: 1.0}, seed=1)
+    made(tmp_path / "b", {10: 5.0, 40: 4.0}, lr=3e-3)
+    mean = group_curves(compared(tmp_path), "steps")[0]
+    assert mean.x.tolist() == [10, 20, 30]  # as far as both go
+    assert mean.y.tolist() == [3.0, 1.75, 1.25]
+    made(tmp_path / "c" / "0", {10: 4.0, 20: 2.0}, lr=4e-3)
+    made(tmp_path / "c" / "1", {30: 2.0, 40: 1.0}, lr=4e-3, seed=1)
+    apart = compared(tmp_path / "b", tmp_path / "c")
+    assert group_curves(apart, "steps")[1].x.tolist() == [10, 20]  # of its first run
     assert apart.at == "last"
     assert "steps: one run had ended before the first figure of another" in apart.notes
 
@@ -506,7 +552,8 @@ def test_the_command_writes_each_form_and_exits_by_the_verdict(tmp_path, capsys)
 def test_the_record_has_no_number_that_json_lacks(tmp_path):
     made(tmp_path / "a", curve(3.0))
     made(tmp_path / "b", {10: math.nan, 20: math.inf}, lr=3e-3)
-    json.dumps(record(compared(tmp_path), []), allow_nan=False)
+    said = json.loads(json_text(record(compared(tmp_path), [])))
+    assert said["rows"][0]["groups"]["B"]["mean"] is None
 
 
 def test_a_named_run_that_cannot_be_read_hides_no_other_and_ends_with_2(tmp_path, capsys):

@@ -5,10 +5,9 @@ import math
 import os
 
 import pytest
-from event_records import losses, scalar, written
+from made_logs import losses, scalar, written
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
 from lightning_tricks.logs.doctor import find_run
 
 # ---- the command
@@ -75,8 +74,6 @@ def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
     assert ("no such folder" in early, "1. error: exception" in early) == (True, True)
     file.write_text("all is well\n")
     door.run(["doctor", str(run), "--stderr", str(file)])
-    with pytest.raises(UsageError, match=r"stderr=.*no\.txt: No such file"):
-        door.run(["doctor", str(run), "--stderr", str(tmp_path / "no.txt")])
 
 
 def test_json_alone_goes_to_standard_output(tmp_path, capsys):
@@ -87,11 +84,6 @@ def test_json_alone_goes_to_standard_output(tmp_path, capsys):
 
 def test_names_of_another_project_can_be_given(tmp_path, capsys):
     written(tmp_path, *losses(range(60), lambda step: math.nan if step > 30 else 1.0, "my/loss"))
-    written(tmp_path / "spaces", *losses(range(60), tag="my loss"))
-    with pytest.raises(UsageError, match=r"among my loss: name it, such as --names 'loss=my loss'"):
-        door.run(["doctor", str(tmp_path / "spaces")])
-    with pytest.raises(UsageError, match=r"no training loss among my/loss: name it, such as --names loss=my/loss"):
-        door.run(["doctor", str(tmp_path)])
     with pytest.raises(SystemExit):
         door.run(["doctor", str(tmp_path), "--names", "loss=my/loss"])
     assert "my/loss is nan at step 31" in capsys.readouterr().out

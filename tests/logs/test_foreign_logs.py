@@ -17,16 +17,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from event_records import framed, losses, record, scalar
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from made_logs import TABLE, framed, losses, record, run_in, scalar
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
 from lightning_tricks._errors import UsageError
+from lightning_tricks.commands.answers import json_text
 from lightning_tricks.commands.export.model_card import figures_of_run
 from lightning_tricks.logs.compare.compared_run import read_runs
 from lightning_tricks.logs.compare.comparison import compare_runs
+from lightning_tricks.logs.compare.predictions import read_predictions
 from lightning_tricks.logs.compare.report import page, text
 from lightning_tricks.logs.compare.report import record as answer
 from lightning_tricks.logs.doctor import Report, find_run
@@ -38,7 +40,6 @@ from lightning_tricks.logs.runs import Table
 from lightning_tricks.logs.symptoms import findings
 from lightning_tricks.monitors.goodput_monitor import read_records
 
-GOOD = "step,train/loss,val/loss\n" + "".join(f"{step},{5 - step / 20},{4 - step / 20}\n" for step in range(40))
 CONFIG = {"seed_everything": 0, "trainer": {"max_steps": 40, "devices": 1}, "data": {"init_args": {"seq_len": 8}}}
 
 numbers = st.one_of(
@@ -59,15 +60,10 @@ raw = st.one_of(
 junk = settings(max_examples=50, deadline=None)
 
 
-def run_in(folder, name="bad", log=GOOD, config=CONFIG, **files):
+def bad_run(folder, name="bad", log=TABLE, config=CONFIG, **files):
     """The folder of a run with a healthy log, and files of which each is bytes or text."""
-    run = Path(folder, name)
-    shutil.rmtree(run, ignore_errors=True)
-    run.mkdir()
-    if log is not None:
-        (run / "metrics.csv").write_text(log)
-    if config is not None:
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    shutil.rmtree(Path(folder, name), ignore_errors=True)
+    run = run_in(Path(folder, name), log, config)
     for file, content in files.items():
         content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         (run / FILES[file]).write_bytes(content)
@@ -84,10 +80,10 @@ FILES = {
 def beside(tmp_path_factory):
     """Asks each command for a folder in which a run has bad files: another run is in every answer, of JSON's kinds."""
     folder = tmp_path_factory.mktemp("runs")
-    run_in(folder, "good", config={**CONFIG, "lr": 1})
+    bad_run(folder, "good", config={**CONFIG, "lr": 1})
 
     def ask(**files):
-        bad = run_in(folder, **files)
+        bad = bad_run(folder, **files)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             found = find_runs(folder)
@@ -97,18 +93,18 @@ def beside(tmp_path_factory):
                 assert all("\n" not in line and len(line) < 400 for line in run.unread)
             table = Table(found).sorted_by("val_loss")
             assert "good" in table.text()
-            json.dumps([table.records(), len(table.rows())], allow_nan=False)
+            json_text([table.records(), len(table.rows())])
             assert find_run(folder).parent == folder
             with one_line():
                 log, unread = read_log(bad)
                 assert all("\n" not in line for line in unread)
                 report = Report("bad", log, findings(log), unread)
-                json.dumps([report.record(), report.text(), report.html()], allow_nan=False)
+                json_text([report.record(), report.text(), report.html()])
             with one_line():
                 compared, lines = read_runs([str(folder / "good"), str(bad)], {})
                 assert all("\n" not in line for line in lines)
                 result = compare_runs(compared)
-                json.dumps([answer(result, lines), text(result, lines), page(result, lines)], allow_nan=False)
+                json_text([answer(result, lines), text(result, lines), page(result, lines)])
             figures_of_run(bad / "checkpoints" / "last.ckpt", 10**6)
             read_records(bad / "goodput.json")
 
@@ -191,7 +187,7 @@ def test_values_of_any_type_where_tokens_are_counted_hide_no_run(beside, trainer
     ],
 )
 def test_settings_that_cannot_be_read_are_a_line_and_the_run_has_its_figures(tmp_path, content, line):
-    run_in(tmp_path, settings=content)
+    bad_run(tmp_path, settings=content)
     (run,) = find_runs(tmp_path)
     assert run.unread[0].startswith(line)
     assert (run.steps, run.val_loss, run.settings) == (40, pytest.approx(2.05), {})
@@ -199,17 +195,18 @@ def test_settings_that_cannot_be_read_are_a_line_and_the_run_has_its_figures(tmp
 
 def test_many_settings_that_differ_cost_as_many_lookups(tmp_path):
     """Each setting has a short name of its own: were all pairs compared, these would be 1.6e9."""
-    run_in(tmp_path, "a", settings="".join(f"k{i}: 1\n" for i in range(40_000)))
-    run_in(tmp_path, "b", settings="k0: 1\n")
+    bad_run(tmp_path, "a", settings="".join(f"k{i}: 1\n" for i in range(40_000)))
+    bad_run(tmp_path, "b", settings="k0: 1\n")
     assert len(Table(find_runs(tmp_path)).settings) == 39_999
 
 
 def test_pipes_folders_and_broken_links_in_place_of_files_are_a_line_each(tmp_path):
     """Whoever opened a pipe would wait for ever."""
-    run_in(tmp_path, "good")
-    bad = run_in(tmp_path, log=None, config=None)
+    bad_run(tmp_path, "good")
+    bad = bad_run(tmp_path, log=None, config=None)
     for name in ("config.yaml", "metrics.csv", "events.out.tfevents.1.a", "goodput.json"):
         os.mkfifo(bad / name)
+    os.mkfifo(bad / "ledger.jsonl")
     (bad / "hparams.yaml").mkdir()
     (bad / "events.out.tfevents.2.b").symlink_to(tmp_path / "nowhere")
     (bad / "events.out.tfevents.3.c").mkdir()
@@ -223,6 +220,8 @@ def test_pipes_folders_and_broken_links_in_place_of_files_are_a_line_each(tmp_pa
     )  # fmt: skip
     with pytest.raises(UsageError, match="its log holds no scalars"):
         read_log(bad)
+    with pytest.raises(UsageError, match="no regular file"):
+        read_ledger(bad)
 
 
 # ---- metrics.csv
@@ -274,28 +273,28 @@ def test_any_table_hides_no_run(beside, header, rows):
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_table_with_a_mark_of_its_encoding_has_its_scalars(tmp_path, encoding):
     """As Excel and PowerShell write them."""
-    run = run_in(tmp_path, table=GOOD.encode(encoding), log=None)
+    run = bad_run(tmp_path, table=TABLE.encode(encoding), log=None)
     assert (find_runs(tmp_path)[0].steps, len(read_log(run)[0]["loss"])) == (40, 40)
 
 
 def test_rows_that_are_left_out_are_counted_in_one_line(tmp_path):
     """A cell without end takes up what follows it, up to the 131,072 characters that csv allows a cell."""
     tail = "".join(f"{step},3.0\n" for step in range(30_000))
-    run = run_in(tmp_path, table=f'step,val/loss\n0,1.0\n1,"2.0\n{tail}29999,0.5\n,4.0\n\n7,1,1\nx,1\n', log=None)
+    run = bad_run(tmp_path, table=f'step,val/loss\n0,1.0\n1,"2.0\n{tail}29999,0.5\n,4.0\n\n7,1,1\nx,1\n', log=None)
     (found,) = find_runs(tmp_path)
     assert found.best_val_loss == 0.5
     rows = "metrics.csv: 3 rows left out, without a step or with other columns than the header; the first: line "
     assert [
         line.startswith(rows) for line in (*found.unread, *read_log(run, {"val_loss": "val/loss"}, ("val_loss",))[1])
     ] == [True] * 2
-    run_in(tmp_path, "a", table="time;loss\n1;2\n", log=None)
+    bad_run(tmp_path, "a", table="time;loss\n1;2\n", log=None)
     assert find_runs(tmp_path)[0].unread == ("metrics.csv: no column `step` in its first line: 'time;loss'",)
 
 
 def test_many_columns_cost_as_many_lookups(tmp_path):
     many = 10_000
     row = ",".join(["1.0"] * many)
-    run = run_in(tmp_path, table=f"step,train/loss,{','.join(f'm{i}' for i in range(many))}\n0,2.0,{row}\n", log=None)
+    run = bad_run(tmp_path, table=f"step,train/loss,{','.join(f'm{i}' for i in range(many))}\n0,2.0,{row}\n", log=None)
     assert len(read_log(run)[0].metrics) == many + 1
 
 
@@ -369,7 +368,7 @@ def test_any_records_hide_no_run(beside, parts, cut):
 
 @pytest.mark.parametrize("after", [framed(b"x", 2**63), bytes(4096), framed(b"x" * 50, 7)])
 def test_an_event_file_is_read_up_to_its_damage_and_a_line_says_so(tmp_path, after):
-    run = run_in(tmp_path, log=None, events=recorded(40) + after + recorded(10))
+    run = bad_run(tmp_path, log=None, events=recorded(40) + after + recorded(10))
     (found,), (log, unread) = find_runs(tmp_path), read_log(run)
     assert (found.steps, len(log["loss"])) == (40, 40)
     (line,) = found.unread
@@ -382,14 +381,14 @@ def test_many_tags_and_many_resumes_cost_as_many_looks(tmp_path):
     many = 20_000
     tags = b"".join(record(scalar(f"m{i:07d}", 1, 1.0)) for i in range(many))
     start = record(Event(step=10**6, session_log=SessionLog(status=SessionLog.START)))
-    run = run_in(tmp_path, log=None, events=recorded(40) + tags + start * many)
+    run = bad_run(tmp_path, log=None, events=recorded(40) + tags + start * many)
     assert len(read_log(run)[0].metrics) == many + 2  # and the speed
     points = b"".join(record(scalar("val/loss", step, 1.0)) for step in range(many))
-    run_in(tmp_path, "b", log=None, events=points + start * many)
+    bad_run(tmp_path, "b", log=None, events=points + start * many)
     assert find_runs(tmp_path)[0].best_step == 1
 
 
-# ---- JSON: goodput, ledger
+# ---- JSON: goodput, ledger, predictions
 
 
 lines = st.lists(
@@ -398,7 +397,7 @@ lines = st.lists(
         st.text(max_size=40),
         st.dictionaries(
             st.sampled_from(["start", "step", "processes", "weights", "loss", "batch", "samples", "torch_random",
-                             "run", "saves"]),
+                             "run", "saves", "prediction", "row", "dataloader"]),
             st.one_of(values, st.integers(0, 9), st.lists(st.floats(), max_size=3)),
         ).map(json.dumps),
     ),
@@ -457,6 +456,20 @@ def test_many_starts_of_a_ledger_cost_as_many_looks(tmp_path):
     assert len(read_ledger(tmp_path / "a").steps) == 20_000
 
 
+@junk
+@given(content=st.one_of(raw, lines.map(lambda each: "\n".join(each).encode("utf-8", "surrogatepass"))), row=values)
+@example(content=b"[" * 100_000, row=[10**400])
+@example(content=b"\xef\xbb\xbf{}", row=[[[-1.0]]])
+def test_any_predictions_are_read_or_one_line(content, row):
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = Path(folder, "p.jsonl")
+        for words in (content, json.dumps({"batch": 0, "row": 0, "prediction": row}).encode()):
+            file.write_bytes(words)
+            with one_line():
+                read_predictions(str(file))
+
+
 # ---- links
 
 
@@ -469,7 +482,7 @@ def test_a_link_out_of_a_runs_folder_is_not_read(tmp_path, name):
     (tmp_path / "secret").write_text("secret: 1\n")
     (run / name).symlink_to(tmp_path / "secret")
     if name in ("hparams.yaml", "ledger.jsonl", "goodput.json"):
-        (run / "metrics.csv").write_text(GOOD)
+        (run / "metrics.csv").write_text(TABLE)
     (found,) = find_runs(tmp_path / "runs")
     assert "secret" not in found.settings
     assert not any("secret: 1" in line for line in found.unread)
@@ -477,9 +490,3 @@ def test_a_link_out_of_a_runs_folder_is_not_read(tmp_path, name):
         assert found.unread[0].endswith(f"a link to {tmp_path / 'secret'}, which is outside of its folder")
     with pytest.raises(UsageError, match="no ledger can be read" if name == "ledger.jsonl" else "No such file"):
         read_ledger(run)
-
-
-def test_a_pipe_in_place_of_a_ledger_is_one_line(tmp_path):
-    os.mkfifo(tmp_path / "ledger.jsonl")
-    with pytest.raises(UsageError, match="no regular file"):
-        read_ledger(tmp_path)

@@ -9,10 +9,9 @@ import re
 
 import pytest
 import short_run
-import yaml
-from event_records import FILE, record, scalar
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from made_logs import FILE, record, run_in, scalar
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -24,6 +23,7 @@ from lightning_tricks.logs.run import ACTIVE_SECONDS, Run, find_runs, flat, read
 from lightning_tricks.logs.runs import COLUMNS, Table, differing
 from lightning_tricks.logs.scalars import read_scalars
 
+ENDED = "_hparams_/session_end_info"
 CSV = """\
 step,train/loss,val/loss,val/bits_per_byte,goodput/steps,goodput/wall_seconds,throughput/mfu
 0,9.0,,,,,
@@ -47,16 +47,12 @@ CONFIG = {
 
 def written(folder, text=CSV, config=CONFIG, lr=None, **trainer):
     """The folder of a run with these files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if text is not None:
-        (folder / "metrics.csv").write_text(text)
+    config = json.loads(json.dumps(config))
     if config is not None:
-        config = json.loads(json.dumps(config))
         config["trainer"] |= trainer
-        if lr is not None:
-            config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = lr
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder
+    if lr is not None:
+        config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = lr
+    return run_in(folder, text, config)
 
 
 # ---- one run
@@ -112,6 +108,13 @@ def test_the_state_is_told_by_the_length_the_loss_and_the_last_write(tmp_path):
     assert read_run(folder, now=now + ACTIVE_SECONDS + 1).state == "stopped"
     assert read_run(written(tmp_path / "nan", CSV + "39,nan,,,,,\n")).state == "failed"
     assert read_run(written(tmp_path / "new", "step,train/loss\n")).state == "empty"
+
+
+def test_a_start_that_has_written_nothing_yet_follows_one_that_ended(tmp_path):
+    (tmp_path / FILE).write_bytes(record(scalar("train/loss", 4, 2.0)) + record(scalar(ENDED, 0, 0.0)))
+    assert read_run(tmp_path).state == "finished"
+    (tmp_path / "events.out.tfevents.2.a").touch()
+    assert read_run(tmp_path).state == "active"
 
 
 def test_a_val_loss_that_is_no_number_is_never_the_best(tmp_path):
@@ -193,7 +196,7 @@ def logged(tmp_path_factory):
 def test_each_logger_tells_the_same(logged, name, steps, val_loss, best_step):
     run = read_run(logged / name)
     assert (run.steps, run.val_loss, run.best_val_loss, run.best_step) == (steps, val_loss, 1004.0, best_step)
-    assert run.hours is None or 0 <= run.hours < 1
+    assert (run.hours is not None) == (name in ("events", "resuming"))  # a table has no times
 
 
 def test_the_dashboards_events_tell_that_a_run_ended_and_its_processes(logged):
@@ -202,8 +205,8 @@ def test_the_dashboards_events_tell_that_a_run_ended_and_its_processes(logged):
     found = read_scalars(logged / "events", {"val/loss", "train/loss"})
     assert found.series("val/loss") == {4: 1004.0, 9: 1009.0, 14: 1014.0}
     assert (found.last("train/loss"), set(found.metrics)) == (1018.0, {"val/loss", "train/loss"})
-    assert found.devices == 1
-    assert found.first_time <= found.last_time
+    assert found.facts.devices == 1
+    assert found.facts.first_time <= found.facts.last_time
 
 
 # ---- the table

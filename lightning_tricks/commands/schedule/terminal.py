@@ -1,24 +1,19 @@
 """A plan in a terminal: the learning rate as a curve, drawn by uniplot, and a table of the phases."""
 
 import math
-import os
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightning_tricks._errors import UsageError
 from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
 from lightning_tricks.logs.table import human, unit
+from lightning_tricks.logs.terminal import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves
 
 if TYPE_CHECKING:  # it imports torch
     from lightning_tricks.commands.schedule.plan import Phase, Plan
 
-_UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
-TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
 _LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
-_LEAST_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 20, 6, 24
-_MOST_CURVES = 6  # that uniplot can draw with different letters
+_LEAST_HEIGHT, _MOST_HEIGHT = 6, 24
 _SPARSE = 3  # columns for each letter, so that a row of them can be read
 
 
@@ -46,29 +41,24 @@ def draw_in_terminal(
     Raises:
         UsageError: uniplot is not installed.
     """
-    try:
-        from uniplot import plot_to_string
-    except ImportError:
-        raise UsageError(
-            "schedule: the curve in a terminal needs uniplot: pip install 'lightning-tricks[plot]'"
-        ) from None
     plan = plans[0].plan
     curves = sorted(lr_lines(plans, axis, constant), key=lambda line: line.recipe)  # the baseline below the others
-    more, curves = len(curves) - _MOST_CURVES, curves[:_MOST_CURVES]
+    more, curves = len(curves) - MOST_CURVES, curves[:MOST_CURVES]
     end, highest = max(max(line.x) for line in curves), max(max(line.y) for line in curves)
     power = math.floor(math.log10(highest)) if highest > 0 else 0  # uniplot rounds labels such as 0.005 to 0.01
     size, letter = unit(end) if axis == "tokens" else (1.0, "")
-    width = max(columns - _LABELS, _LEAST_WIDTH)
+    width = max(columns - _LABELS, LEAST_WIDTH)
     marks = [(place_of(plan, phase.step, axis), phase.name) for phase in plan.phases[:-1]]
     tokens = "" if plan.total_tokens is None else f", {human(plan.total_tokens)} tokens"
     head = [f"lr over {axis} of {plans[0].name}: {plan.total_steps:,} steps{tokens}", *marks_row(marks, end, width)]
     ticks = ticks_row([(name[0], [place_of(plan, s, axis) for s in steps]) for name, steps in _saves(plan)], end, width)
 
     def drawn(height: int) -> list[str]:
-        text = plot_to_string(
-            ys=[[value / 10**power for value in line.y] for line in curves],
-            xs=[[value / size for value in line.x] for line in curves],
-            lines=True,
+        rows = draw_curves(
+            [
+                (label, [value / size for value in line.x], [value / 10**power for value in line.y])
+                for label, line in zip(_unique(curves), curves, strict=True)
+            ],
             width=width,
             height=height,
             x_min=0.0,
@@ -78,13 +68,9 @@ def draw_in_terminal(
             y_max=1.02 * highest / 10**power or 1.0,
             y_unit=f"e{power}" if power else "",
             x_gridlines=[place / size for place, _ in marks if place > 0],
-            y_gridlines=[],
-            legend_labels=_unique(curves),
             character_set="braille" if unicode and (color or len(curves) == 1) else "ascii",
             color=color,
         )
-        plot = text if isinstance(text, list) else str(text).split("\n")
-        rows = [row.rstrip() for row in plot if row.strip()]
         frame = next(number for number, row in enumerate(rows) if "└" in row)
         return [*head, *rows[: frame + 1], *ticks, *rows[frame + 1 :], *_below(plans, more)]
 
@@ -184,17 +170,3 @@ def _row(phase: "Phase") -> tuple[str, ...]:
         batch = f"{phase.rows:,} rows" if phase.rows is not None else "-"
     tokens = "-" if phase.tokens is None else human(phase.tokens)
     return (phase.name, f"{phase.step:,}", tokens, f"{phase.lr:.4g}", batch, f"{phase.weight_decay:.4g}")
-
-
-def shows_unicode() -> bool:
-    """Whether standard output takes the characters of the curve."""
-    try:
-        _UNICODE.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def shows_color() -> bool:
-    """Whether standard output is a terminal whose user has not switched colors off, see https://no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

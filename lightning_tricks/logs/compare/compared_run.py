@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,19 @@ class ComparedRun:
     """One run.
 
     Args:
-        name: that tells it from the others.
-        folder: of it.
-        run: its figures as `runs` has them.
+        run: its figures as `runs` has them, with a name that tells it from the others.
         log: all that it has logged.
         argument: number of the argument of the command line that named it.
     """
 
-    name: str
-    folder: Path
     run: Run
     log: RunLog
     argument: int = 0
-    _amounts: dict[str, "Amounts | None"] = field(default_factory=dict)  # those that were asked for
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.run.name
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -63,18 +64,11 @@ class ComparedRun:
         """The seeds among the settings."""
         return {name: value for name, value in self.settings.items() if is_seed(name) and value is not None}
 
-    def amounts(self, axis: str) -> "Amounts | None":
-        """What it had cost by any number of steps; None where its log does not tell."""
-        if axis not in self._amounts:
-            self._amounts[axis] = self._find_amounts(axis)
-        return self._amounts[axis]
-
-    def _find_amounts(self, axis: str) -> "Amounts | None":
-        if axis == "steps":
-            return Amounts.at_rate(1.0, self.steps)
-        if axis == "hours":
-            return self._hours()
-        return self._tokens() if axis == "tokens" else self._flops()
+    @cached_property
+    def amounts(self) -> "dict[str, Amounts | None]":
+        """What it had cost by any number of steps, by axis; None where its log does not tell."""
+        steps = Amounts.at_rate(1.0, self.steps)
+        return {"steps": steps, "tokens": self._tokens(), "flops": self._flops(), "hours": self._hours()}
 
     @property
     def steps(self) -> int:
@@ -85,7 +79,7 @@ class ComparedRun:
     def _tokens(self) -> "Amounts | None":
         if len(batches := self._metric(_BATCH)):
             whole = len(batches) == self.steps and batches.steps[-1] == self.steps - 1
-            return Amounts.of_each_step(batches.values) if whole else None
+            return Amounts(np.arange(self.steps + 1), np.append(0.0, np.cumsum(batches.values))) if whole else None
         if self.run.tokens and self.run.steps:
             return Amounts.at_rate(self.run.tokens / self.run.steps, self.steps)
         return self._from_rate(_TOKENS_PER_SECOND)
@@ -145,11 +139,6 @@ class Amounts:
     def at_rate(cls, each: float, steps: int) -> "Amounts":
         """Of steps that cost the same."""
         return cls(np.array([0, steps]), np.array([0.0, each * steps]))
-
-    @classmethod
-    def of_each_step(cls, each: Floats) -> "Amounts":
-        """By what each step has cost."""
-        return cls(np.arange(len(each) + 1), np.concatenate([[0.0], np.cumsum(each)]))
 
     def after(self, steps: Ints | Floats) -> Floats:
         """The amounts after numbers of steps."""
@@ -211,21 +200,17 @@ def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[
                 lines.append(f"left out: {str(error).removeprefix('compare: ').partition(': give ')[0]}")
                 continue
             lines += [f"not read: {folder}: {line}" for line in unread]
-            found.append(ComparedRun(str(folder), folder, run, log, number))
+            found.append(ComparedRun(run, log, number))
         if len(found) == before and folder != Path(argument):
             why = lines[-1].removeprefix("left out: ")
             errors.append(UsageError(f"compare: {argument}: no run below it has a log: {why}: give another folder"))
         if not found or (errors and number == len(arguments) - 1 and len(found) < 2):
             raise errors[-1]  # none is left, or none that the others would be compared with
     if len(found) < 2:
-        raise UsageError(f"compare: {found[0].name}: one run alone: name another, or a folder with several")
-    return _renamed(found), lines
-
-
-def _renamed(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """The runs with names that lack the folders which all of them have."""
-    shared = os.path.commonpath([run.folder.absolute() for run in runs])
-    return [replace(run, name=os.path.relpath(run.folder.absolute(), shared)) for run in runs]
+        raise UsageError(f"compare: {found[0].run.folder}: one run alone: name another, or a folder with several")
+    shared = os.path.commonpath([each.run.folder.absolute() for each in found])  # names are the paths from there
+    names_of = (os.path.relpath(each.run.folder.absolute(), shared) for each in found)
+    return [replace(each, run=replace(each.run, name=name)) for each, name in zip(found, names_of, strict=True)], lines
 
 
 def outcome_of(run: ComparedRun, metric: str, width: int = 0) -> Series:
@@ -274,11 +259,11 @@ class Group:
         """Number of different seeds."""
         return len(set(self.seeds))
 
-    def by_seed(self, values: Sequence[float]) -> dict[str, float]:
-        """The values of its runs, as one for each seed: repeats of a seed are no further seeds."""
+    def by_seed(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The values of its runs, by their names, as one for each seed: repeats of a seed are no further seeds."""
         found: dict[str, list[float]] = {}
-        for seed, value in zip(self.seeds, values, strict=True):
-            found.setdefault(seed, []).append(value)
+        for seed, run in zip(self.seeds, self.runs, strict=True):
+            found.setdefault(seed, []).append(values[run.name])
         return {seed: float(np.mean(of_seed)) for seed, of_seed in found.items()}
 
 

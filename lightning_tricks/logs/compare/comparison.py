@@ -22,13 +22,8 @@ from lightning_tricks.logs.compare.compared_run import (
     outcome_of,
     value_at,
 )
-from lightning_tricks.logs.compare.intervals import (
-    Interval,
-    paired,
-    pooled_spread,
-    welch,
-    with_spread,
-)
+from lightning_tricks.logs.compare.intervals import LEAST, Interval, paired, pooled_spread, welch, with_spread
+from lightning_tricks.logs.compare.predictions import differences
 from lightning_tricks.logs.run import BITS
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.runs import differing
@@ -52,21 +47,22 @@ class Row:
     Args:
         name: `last`, `best`, or an axis.
         place: the amount that all have; None for `last` and `best`.
-        means: of each group; None where it has no value there, NaN where its loss was not finite.
+        values: of each run, by its name; NaN where its loss was not finite.
+        means: of each group.
         spreads: standard deviation over the seeds of each group, None for one seed.
         intervals: of each group less the first; None for the first, and where nothing tells what seeds make.
     """
 
     name: str
     place: float | None
-    means: list[float | None]
+    values: dict[str, float]
+    means: list[float]
     spreads: list[float | None]
     intervals: list[Interval | None]
 
-    def difference(self, group: int) -> float | None:
+    def difference(self, group: int) -> float:
         """A group less the first."""
-        first, other = self.means[0], self.means[group]
-        return None if first is None or other is None else other - first
+        return self.means[group] - self.means[0]
 
 
 @dataclass
@@ -81,6 +77,7 @@ class Comparison:
         at: name of the row on which the verdicts are; None for steps, or tokens where batches differ, or `last` where
             one run had ended before the first point of another.
         seed_noise: standard deviation over seeds that was given.
+        predictions: files of `predict`, one for each group, on the same rows; or none.
     """
 
     runs: list[ComparedRun]
@@ -89,14 +86,16 @@ class Comparison:
     is_validation: bool
     at: str | None = None
     seed_noise: float | None = None
+    predictions: Sequence[str] = ()
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: dict[str, Series] = field(default_factory=dict)  # by the names of runs, over steps done
 
     def __post_init__(self) -> None:
+        self.on_same_rows = differences(self.predictions, len(self.groups), self.level)
         width = 0 if self.is_validation else max(min(run.steps for run in self.runs) // _TRAIN_POINTS, 1)
         self.outcomes = {run.name: outcome_of(run, self.metrics[run.name], width) for run in self.runs}
-        self.known = [axis for axis in AXES if all(run.amounts(axis) is not None for run in self.runs)]
+        self.known = [axis for axis in AXES if all(run.amounts[axis] is not None for run in self.runs)]
         for name in (*self.known, "last", "best"):
             if (row := self._row(name)) is not None:
                 self.rows[name] = row
@@ -127,7 +126,7 @@ class Comparison:
         """The amount of one step, where it is the same in all of all runs: then the axis shows what steps show."""
         rates = []
         for run in self.runs:
-            amounts = run.amounts(axis)
+            amounts = run.amounts[axis]
             if amounts is None:
                 return None
             each = amounts.each()
@@ -136,7 +135,7 @@ class Comparison:
 
     def places(self, run: ComparedRun, axis: str, outcome: Series | None = None) -> Floats:
         """The amounts at which a run's outcome, or a part of it, is known."""
-        amounts = run.amounts(axis)
+        amounts = run.amounts[axis]
         assert amounts is not None
         return amounts.after((self.outcomes[run.name] if outcome is None else outcome).steps)
 
@@ -149,21 +148,17 @@ class Comparison:
         if name in AXES:
             going = [run for run in self.runs if not self.has_failed(run)] or self.runs
             place = float(min(self.places(run, name)[-1] for run in going))
-        values = [[self._value(run, name, place) for run in group.runs] for group in self.groups]
-        if any(value is None for of_group in values for value in of_group):
-            return None
-        by_seed = [group.by_seed(of_group) for group, of_group in zip(self.groups, values, strict=True)]  # type: ignore[arg-type]
+        values: dict[str, float] = {}
+        for run in self.runs:
+            if (value := self._value(run, name, place)) is None:
+                return None
+            values[run.name] = value
+        by_seed = [group.by_seed(values) for group in self.groups]
         lists = [list(seeds.values()) for seeds in by_seed]
-        means: list[float | None] = [float(np.mean(one)) for one in lists]
+        means = [float(np.mean(one)) for one in lists]
         spreads = [float(np.std(one, ddof=1)) if len(one) > 1 else None for one in lists]
         intervals = [None, *(self._interval(by_seed, number) for number in range(1, len(self.groups)))]
-        return Row(name, place, means, spreads, intervals)
-
-    def value(self, run: ComparedRun, row: Row) -> float:
-        """One run's value in a row; NaN where its loss was not finite."""
-        found = self._value(run, row.name, row.place)
-        assert found is not None
-        return found
+        return Row(name, place, values, means, spreads, intervals)
 
     def _value(self, run: ComparedRun, name: str, place: float | None) -> float | None:
         outcome = self.outcomes[run.name]
@@ -230,6 +225,7 @@ def compare_runs(
     at: str | None = None,
     seed_noise: float | None = None,
     named: bool = False,
+    predictions: Sequence[str] = (),
 ) -> Comparison:
     """Compare runs.
 
@@ -239,14 +235,15 @@ def compare_runs(
         at: row on which the verdicts are: an axis, `last` or `best`; see `Comparison`.
         seed_noise: standard deviation over seeds, where no group tells it.
         named: whether the user has named the validation metric.
+        predictions: files of `predict`, one for each group.
 
     Raises:
-        UsageError: the runs have no metric in common; the row is not known.
+        UsageError: the runs have no metric in common; the row is not known; see `predictions.differences`.
     """
     notes: list[str] = []
     different = differing([run.run for run in runs]).values()
     metrics, is_validation = _metrics(runs, list(different), named, notes)
-    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise)
+    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise, predictions)
     found.notes = [*notes, *_notes(found, list(different))]
     return found
 
@@ -301,9 +298,11 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
         yield f"{_and(data)} differ{'s' * (len(data) == 1)}: the validations may be of other rows"
     if (line := _unfinished(found)) is not None:
         yield line
+    if found.predictions and not found.on_same_rows:
+        yield f"predictions: fewer than {LEAST} rows are too few for an interval over rows"
     for axis, need in AXES.items():
         if axis not in found.known:
-            lacks = [run.name for run in found.runs if run.amounts(axis) is None]
+            lacks = [run.name for run in found.runs if run.amounts[axis] is None]
             who = "the runs" if len(lacks) == len(found.runs) else _and(lacks)
             yield f"{axis_text(axis)}: not known of {who} ({need})"
         elif axis not in found.rows:

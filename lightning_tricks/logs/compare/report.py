@@ -5,18 +5,16 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from lightning_tricks._quote import html_text, printable
 from lightning_tricks.logs import page as html
-from lightning_tricks.logs.compare.compared_run import Group, axis_text
+from lightning_tricks.logs.compare.compared_run import axis_text
 from lightning_tricks.logs.compare.comparison import LEVEL, Comparison, Row
+from lightning_tricks.logs.compare.curves import ends_shown, run_curves
 from lightning_tricks.logs.compare.intervals import Interval
 from lightning_tricks.logs.table import Table, html_table, human, lines_of, shortened
 
 _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
 _WIDTH = 118  # of a line of text there
-_BEGIN = 0.1  # of an axis: what is higher there may be above the frame
 
 
 def groups_table(found: Comparison) -> Table:
@@ -54,6 +52,13 @@ def values_table(found: Comparison) -> Table:
     return rows
 
 
+def rows_table(found: Comparison) -> Table:
+    """The paired difference of each group's predictions; there must be some."""
+    heads = (f"{group.letter} - {found.groups[0].letter}" for group in found.groups[1:])
+    cells = map(interval_text, found.on_same_rows)
+    return [["on the same rows", *heads], [f"predictions, {found.on_same_rows[0].method}", *cells]]
+
+
 def _as_steps(found: Comparison, row: Row) -> bool:
     """Whether a row says what that of steps says."""
     is_cost = row.name in ("tokens", "flops") and row.name != found.at
@@ -75,10 +80,9 @@ def _amount(row: Row) -> str:
 
 def difference_text(row: Row, number: int) -> str:
     """A difference with its interval, where there is one."""
-    interval, difference = row.intervals[number], row.difference(number)
-    if interval is not None:
+    if (interval := row.intervals[number]) is not None:
         return interval_text(interval)
-    return "" if difference is None or not math.isfinite(difference) else f"{difference:+.4f}"
+    return f"{row.difference(number):+.4f}" if math.isfinite(row.difference(number)) else ""
 
 
 def interval_text(interval: Interval) -> str:
@@ -90,8 +94,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _figure(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def verdicts(found: Comparison) -> list[str]:
@@ -105,13 +109,10 @@ def _verdict(found: Comparison, number: int) -> str:
     first, group, row = found.groups[0], found.groups[number], found.row
     kind, interval, where = found.verdict(number), row.intervals[number], _where(row)
     a, b = first.letter, group.letter
-    if any(found.has_failed(run) for one in (first, group) for run in one.runs):
-        failed = [one for one in (first, group) if any(map(found.has_failed, one.runs))]
-        counts = " and ".join(
-            f"{sum(map(found.has_failed, g.runs))} of {len(g.runs)} runs of {g.letter}" for g in failed
-        )
+    failed = [(sum(map(found.has_failed, one.runs)), one) for one in (first, group)]
+    if counts := [f"{number} of {len(one.runs)} runs of {one.letter}" for number, one in failed if number]:
         rest = f"{b} is {kind} than {a}" if kind != "not known" else f"{a} and {b} do not compare"
-        return f"{rest}: {counts} ended without a finite loss"
+        return f"{rest}: {' and '.join(counts)} ended without a finite loss"
     if interval is None:
         return _of_single_runs(found, number, where)
     low, high = interval.difference - interval.half_width, interval.difference + interval.half_width
@@ -134,7 +135,6 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     """What may be said of one run each: which was lower, on which rows, and that other seeds may tell otherwise."""
     row, a, b = found.row, found.groups[0].letter, found.groups[number].letter
     difference = row.difference(number)
-    assert difference is not None
     lower, count = found.lower_at(number)
     which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
     if not difference:
@@ -144,29 +144,24 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
 
 
 def _of_one_group(found: Comparison) -> str:
-    group, row = found.groups[0], found.row
-    names = f"{len(group.runs)} runs"
-    spread = row.spreads[0]
+    row = found.row
+    names, spread, apart = (
+        f"{len(row.values)} runs",
+        row.spreads[0],
+        max(row.values.values()) - min(row.values.values()),
+    )
     if spread is None:
-        low, high = _ends(found, group)
-        apart = "all values are equal" if low == high else f"they end {high - low:.4f} apart, which is no seed's doing"
-        return f"no difference of settings: the {names} have one seed as well: {apart}"
+        how = f"they end {apart:.4f} apart, which is no seed's doing" if apart else "all values are equal"
+        return f"no difference of settings: the {names} have one seed as well: {how}"
     if not math.isfinite(spread):
         return f"no difference of settings: the {names} differ only in their seed, and some ended without a finite loss"
-    low, high = _ends(found, group)
     return (
         f"no difference that these seeds can show: the {names} differ only in their seed. They lie "
-        f"{high - low:.4f} apart {_where(row)}, a standard deviation of {spread:.4f} (for --seed_noise)"
+        f"{apart:.4f} apart {_where(row)}, a standard deviation of {spread:.4f} (for --seed_noise)"
     )
 
 
-def _ends(found: Comparison, group: Group) -> tuple[float, float]:
-    row = found.row
-    values = [found.value(run, row) for run in group.runs]
-    return min(values), max(values)
-
-
-def text(found: Comparison, left_out: Sequence[str]) -> str:
+def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ()) -> str:
     """All of it for a terminal."""
     parts = [lines_of(groups_table(found), left={0, 3})]
     settings = settings_table(found)
@@ -175,6 +170,9 @@ def text(found: Comparison, left_out: Sequence[str]) -> str:
         more = len(settings) - 1 - _MOST_SETTINGS
         parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
     parts.append(lines_of(values_table(found)))
+    if found.on_same_rows:
+        parts.append(lines_of(rows_table(found)))
+    parts.append(list(curves))
     parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
     parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -193,6 +191,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
         html_table(groups_table(found), classes),
         html_table(values_table(found)),
+        html_table(rows_table(found)) if found.on_same_rows else "",
         html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
         f'<p class="legend">{"".join(legend)}</p><div class="plots">',
@@ -200,25 +199,6 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         "</div>",
     ]
     return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
-
-
-def run_curves(found: Comparison, axis: str) -> list[html.Curve]:
-    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
-    alone = len(found.groups) == 1
-    curves = []
-    for number, group in enumerate(found.groups):
-        for place, run in enumerate(group.runs):
-            outcome, label = html.thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
-            x = found.places(run, axis, outcome)
-            curves.append(html.Curve(place if alone else number, label, x, outcome.values))
-    return curves
-
-
-def ends_shown(curves: list[html.Curve]) -> tuple[float, float]:
-    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
-    end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
-    later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
-    return html.limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
 
 
 def _figure_over(found: Comparison, axis: str) -> str:
@@ -244,10 +224,14 @@ def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
         several = len(found.groups) > 2
         words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
         yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
+    if found.on_same_rows:
+        yield f"± on the same rows is half of a {_percent(found.level)} interval over rows: other seeds are not in it"
 
 
 def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
-    """All of it for JSON; what is not known, or no finite number, is None."""
+    """All of it for JSON."""
+    first, others = found.groups[0], found.groups[1:]
+    rows_of = {group.letter: _interval_record(one) for group, one in zip(others, found.on_same_rows, strict=False)}
     return {
         "metric": found.metrics,
         "is_validation": found.is_validation,
@@ -263,11 +247,11 @@ def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
         },
         "rows": [_row_record(found, row) for row in found.rows.values()],
         "verdicts": [
-            {"group": group.letter, "against": found.groups[0].letter, "verdict": found.verdict(number), "line": line}
-            for number, (group, line) in enumerate(zip(found.groups[1:], verdicts(found), strict=False), 1)
+            {"group": group.letter, "against": first.letter, "verdict": found.verdict(number), "line": line}
+            for number, (group, line) in enumerate(zip(others, verdicts(found), strict=False), 1)
         ]
-        if len(found.groups) > 1
-        else [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
+        or [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
+        "same_rows": {"predictions": rows_of} if rows_of else {},
         "notes": list(notes(found, left_out)),
     }
 
@@ -275,10 +259,10 @@ def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
 def _row_record(found: Comparison, row: Row) -> dict[str, Any]:
     groups = {
         group.letter: {
-            "mean": _plain(row.means[number]),
-            "spread_of_seeds": _plain(row.spreads[number]),
-            "runs": {run.name: _plain(found.value(run, row)) for run in group.runs},
-            "difference": _plain(row.difference(number)) if number else None,
+            "mean": row.means[number],
+            "spread_of_seeds": row.spreads[number],
+            "runs": {run.name: row.values[run.name] for run in group.runs},
+            "difference": row.difference(number) if number else None,
             "interval": _interval_record(row.intervals[number]),
         }
         for number, group in enumerate(found.groups)
@@ -291,7 +275,3 @@ def _interval_record(interval: Interval | None) -> dict[str, Any] | None:
         return None
     ends = [interval.difference - interval.half_width, interval.difference + interval.half_width]
     return {"difference": interval.difference, "low": ends[0], "high": ends[1], "method": interval.method}
-
-
-def _plain(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

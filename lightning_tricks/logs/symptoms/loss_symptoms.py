@@ -174,27 +174,26 @@ def plateau(log: RunLog) -> Iterator[Finding]:
         f"{late.steps[-1]}, from {levels[0]:.4g}; "
         f"the noise of these levels is {bin_error(late.values, BINS):.2g}"
     )
-    steps, metrics = (int(late.steps[0]),), logged_names(log, "loss", "lr")
+    severity: Severity = "error"
+    status: Status = "hypothesis"
     if peak is not None and peak <= TOO_LOW_LR:
-        yield Finding(
-            "plateau", "error", "established", f"{evidence}; the learning rate is at most {peak:.1g}",
-            "the learning rate is zero or next to it",
-            "--model.optimizer.lr 3e-4, and the schedule by `schedule --config RECIPE`", metrics, steps,
-        )  # fmt: skip
+        status, evidence = "established", f"{evidence}; the learning rate is at most {peak:.1g}"
+        cause = "the learning rate is zero or next to it"
+        remedy = "--model.optimizer.lr 3e-4, and the schedule by `schedule --config RECIPE`"
     elif first - levels[-1] < max(NEVER * abs(first), 2 * bin_error(late.values, BINS)):
-        yield Finding(
-            "plateau", "error", "hypothesis", f"{evidence}; the first losses are {first:.4g}",
+        evidence += f"; the first losses are {first:.4g}"
+        cause = (
             "nothing is learned: a learning rate too low or far too high, frozen weights, labels that do not belong to "
-            "their inputs", "--model.optimizer.lr times 10 or divided by 10 for 100 steps; look at a batch and its "
-            "labels", metrics, steps,
-        )  # fmt: skip
+            "their inputs"
+        )
+        remedy = "--model.optimizer.lr times 10 or divided by 10 for 100 steps; look at a batch and its labels"
     else:
-        yield Finding(
-            "plateau", "warning", "hypothesis", evidence,
-            "a learning rate too low or too high, the same batches again, or labels that cannot be foretold",
-            "--model.optimizer.lr, the schedule, the data's seed; compare batches in a ledger (RunLedger)",
-            metrics, steps,
-        )  # fmt: skip
+        severity = "warning"
+        cause = "a learning rate too low or too high, the same batches again, or labels that cannot be foretold"
+        remedy = "--model.optimizer.lr, the schedule, the data's seed; compare batches in a ledger (RunLedger)"
+    yield Finding(
+        "plateau", severity, status, evidence, cause, remedy, logged_names(log, "loss", "lr"), (int(late.steps[0]),)
+    )
 
 
 def _in_warmup(log: RunLog) -> bool:

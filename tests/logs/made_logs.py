@@ -1,7 +1,9 @@
-"""Event files written by hand, record by record, for tests of what reads them."""
+"""Logs written by hand for tests of what reads them: event files record by record, tables, files of predict."""
 
+import json
 import struct
 
+import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -30,3 +32,23 @@ def written(folder, *events, name=FILE):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"".join(map(record, events)))
     return folder
+
+
+TABLE = "step,train/loss,val/loss\n" + "".join(f"{step},{5 - step / 20},{4 - step / 20}\n" for step in range(40))
+
+
+def run_in(folder, table=TABLE, settings=None):
+    """The folder of a run with a table and settings, of which each may be None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if table is not None:
+        (folder / "metrics.csv").write_text(table)
+    if settings is not None:
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def predicted(file, rows):
+    """A file as PredictionWriter writes it, of log-probabilities."""
+    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
