@@ -28,7 +28,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 
 from benchmarks import machine
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
 from lightning_tricks.checkpoints.open_checkpoint import load_file
 

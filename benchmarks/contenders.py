@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from benchmarks.feed import Batch, Mark, Meter
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,

@@ -49,7 +49,7 @@ from lightning_tricks import (
     WarmupLinear,
     WarmupStableDecay,
 )
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.logs.doctor import find_run
 from lightning_tricks.logs.run_log import read_log

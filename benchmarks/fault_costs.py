@@ -32,8 +32,8 @@ from benchmarks import machine
 from benchmarks.contenders import run_ours
 from benchmarks.feed import in_memory, load, quietly, write_tokens
 from benchmarks.overhead import _MICRO, DATA, DECODER
-from lightning_tricks._lightning import pl
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 Stamp = tuple[float, float]

@@ -23,8 +23,8 @@ from benchmarks.memory_logger import Memory
 from benchmarks.stage_file import write
 from benchmarks.strategy_runs import start
 from lightning_tricks import FSDP2Strategy, GradNormMonitor, MFUMonitor
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.optim import decay_groups
 
 STEPS = 4

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.optim import decay_groups
 
 ROWS = 4  # in a batch of the whole run; each of two processes takes half

@@ -15,7 +15,7 @@ from benchmarks.contenders import Setup, train_by_hand
 from benchmarks.feed import Batch, Mark, Meter
 from benchmarks.hand_written import HandWritten
 from benchmarks.peer_loops import litgpt_model
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import RecipeCLI
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks import machine
 from benchmarks.gpu_checks import clean_up
 from benchmarks.stage_file import resume, write
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,

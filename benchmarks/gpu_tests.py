@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stage_file import resume, write
-from lightning_tricks._exit import Deadline
+from lightning_tricks._host.exit import Deadline
 
 ROOT = Path(__file__).resolve().parents[1]
 # Every file with tests marked `gpu`, those that take least first.

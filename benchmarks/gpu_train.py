@@ -24,8 +24,8 @@ from benchmarks.gpu_checks import clean_up, require_device
 from benchmarks.gpu_peers import PEERS
 from benchmarks.gpu_sizes import SIZES, Size, toy, variants
 from benchmarks.stage_file import resume, write
-from lightning_tricks._lightning import pl
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.accounting import matmul_parameters, training_flops_per_token
 
 Row = dict[str, Any]

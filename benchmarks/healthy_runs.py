@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import machine
 from lightning_tricks import Llama, MetricBuffer, StepGuard, TextData
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.schedules import WarmupCosine

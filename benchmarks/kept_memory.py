@@ -27,11 +27,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import machine
-from lightning_tricks._activation_checkpointing import Mode
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import RotaryPositions
 from lightning_tricks.models.decoder import Block
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.parallel.activation_checkpointing import Mode
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LENGTH = 1024

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import machine
 from benchmarks.feed import quietly
 from benchmarks.overhead import windows
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import MetricBuffer
 from lightning_tricks.loggers import ResumingTensorBoardLogger
 

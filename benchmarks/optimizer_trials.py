@@ -20,8 +20,8 @@ from benchmarks.optimizer_rows import ROWS, Spec, built, factory, spec
 from benchmarks.strategy_rows import LENGTH, VOCABULARY, batches
 from benchmarks.strategy_runs import attempt
 from lightning_tricks import BF16True, DeepSpeedZeROStrategy, FSDP2Strategy, Llama, WarmupCosine
-from lightning_tricks._lightning import pl
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import build_optimizer, limits

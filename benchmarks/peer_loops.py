@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.feed import Batch
 from benchmarks.hand_written import HandWritten
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.models import Decoder, DecoderConfig, Llama
 from lightning_tricks.models.hf_adapter import hf_config, to_hf
 

@@ -21,7 +21,7 @@ from benchmarks import machine
 from benchmarks.plan_foreign_models import LINES, MODELS, installed
 from benchmarks.plan_memory import KINDS, Watch
 from benchmarks.stage_file import write
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.commands.plan.plan import plan_recipe
 
 BOUND = 0.15  # of the largest instant

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 
 VOCABULARY, ROWS, LENGTH = 512, 4, 128
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

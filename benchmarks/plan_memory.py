@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import machine
 from benchmarks.stage_file import write
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.plan.plan import plan_recipe
 from lightning_tricks.commands.recipes import recipes_folder

@@ -25,11 +25,11 @@ from benchmarks.stage_file import write
 from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks.accounting.flops import training_flops_per_token
 from lightning_tricks.accounting.gpus import GPUS, NETWORK_GBITS
+from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import whole_model
 from lightning_tricks.commands.plan.plan import Plan, plan_recipe
 from lightning_tricks.commands.plan.scaling import Links, step_time
 from lightning_tricks.commands.plan.setup import read_setup
-from lightning_tricks.parallel.fake_cluster import at_once
 
 LENGTH, VOCABULARY = 8192, 128256
 SHAPES: dict[str, dict[str, Any]] = {

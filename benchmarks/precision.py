@@ -22,7 +22,7 @@ from benchmarks.feed import RECIPES
 from benchmarks.formats import formats
 from benchmarks.memory_logger import Memory
 from benchmarks.stage_file import write
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import RecipeCLI
 
 PEAK_LR, SMALL_LR, NORMAL_LR, LARGE_LR = 2e-3, 3e-5, 3e-4, 3e-3

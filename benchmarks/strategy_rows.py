@@ -21,7 +21,7 @@ from lightning_tricks import (
     ParallelDims,
     WarmupCosine,
 )
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.optim import groups_table
 
 BATCH, LENGTH, VOCABULARY = 8, 32, 64

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.memory_logger import Memory
 from benchmarks.strategy_rows import ROWS, TRIALS, Row, batches
 from lightning_tricks import GradNormMonitor, LRMonitor, MFUMonitor, consolidate_deepspeed
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 
 TIME_LIMIT = 240.0  # seconds for the processes of one job

@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_tricks._import_path import find_modules_of_recipe, leave_current_folder, name_modules
+from lightning_tricks._host.import_path import find_modules_of_recipe, leave_current_folder, name_modules
 
 if __name__ == "__main__":  # `python -m` has put the current folder first: from here on, nothing is imported from it
     leave_current_folder()
@@ -11,8 +11,8 @@ import os
 import textwrap
 
 import lightning_tricks
-from lightning_tricks._errors import UsageError, one_line_and_exit
-from lightning_tricks._launcher_variables import check_launcher_variables
+from lightning_tricks._core.errors import UsageError, one_line_and_exit
+from lightning_tricks._host.launcher_variables import check_launcher_variables
 from lightning_tricks.commands import COMMANDS, find
 
 _HELP = """\

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lightning_tricks._activation_checkpointing import Mode, check_mode
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._machine import host_bytes
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import host_bytes
 from lightning_tricks._trainer import is_a, trainer_of, weights_layout
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.callbacks import (
@@ -33,7 +32,10 @@ from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.schedules import Schedule
+
+__all__ = ["LanguageModel"]
 
 Batch = dict[str, Tensor]
 IGNORED = -100

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 
 
 class Model(pl.LightningModule):

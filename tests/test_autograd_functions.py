@@ -12,10 +12,10 @@ from torch.autograd import Function, grad, gradgradcheck
 from torch.nn import functional as F
 
 import lightning_tricks
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
-from lightning_tricks.parallel.memory_trace import _FusedRMSNorm
 
 
 def numbers(*shape: int, **options: Any) -> Tensor:

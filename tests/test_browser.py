@@ -16,7 +16,7 @@ import pytest
 from harness.preloaded import python
 from short_run import Model, Raise, fit, save_every
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.monitors.tensorboard_dashboard import pinned_link

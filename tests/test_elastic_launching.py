@@ -27,7 +27,7 @@ from harness.processes import free_port, threads
 from test_launching import LIMIT, RECIPE, Job, torchrun
 from torch.distributed import TCPStore
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import Preemption
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import ShardWriter

@@ -155,7 +155,7 @@ import json, sys, warnings
 {imports}
 import torch
 import lightning_tricks as lt
-from lightning_tricks._lightning import BACKEND
+from lightning_tricks._trainer.lightning import BACKEND
 
 class Module(pl.LightningModule):
     def __init__(self):

@@ -12,7 +12,7 @@ from harness.models import batches
 from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import count_flops
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama

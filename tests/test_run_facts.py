@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 
 import lightning_tricks
 from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, ParallelDims
-from lightning_tricks._errors import UsageError
-from lightning_tricks._refusals import REFUSALS, refuse
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import around_saves, run_facts, weights_layout
+from lightning_tricks._trainer.refusals import REFUSALS, refuse
 
 
 class Data:

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 import lightning_tricks
 from lightning_tricks import _trainer
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -21,9 +21,9 @@ from safetensors import safe_open
 
 from lightning_tricks import Llama
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError, one_line_and_exit
-from lightning_tricks._lightning import rank_zero_info, rank_zero_warn
-from lightning_tricks._quote import printable
+from lightning_tricks._core.errors import UsageError, one_line_and_exit
+from lightning_tricks._core.quote import printable
+from lightning_tricks._trainer.lightning import rank_zero_info, rank_zero_warn
 from lightning_tricks.cli.next_steps import go_on
 from lightning_tricks.commands.export.model_card import model_card, transformers_target
 from lightning_tricks.commands.export.weight_files import Entry, write_weights

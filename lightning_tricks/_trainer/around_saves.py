@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 
 _FIELD = "_lightning_tricks_saves"  # on the replaced method: the parts of its pipeline
 

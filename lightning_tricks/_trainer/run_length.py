@@ -9,7 +9,7 @@ those that are done.
 import math
 from typing import Any
 
-from lightning_tricks._accumulation import accumulation
+from lightning_tricks._core.accumulation import accumulation
 
 
 def step_limit(trainer: Any) -> tuple[Any, str]:

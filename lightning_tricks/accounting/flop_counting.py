@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.replaced import replaced
+
+__all__ = ["count_flops"]
 
 _NO_PRODUCTS = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RNN = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # operators of aten with products but without a formula

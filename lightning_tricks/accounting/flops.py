@@ -5,7 +5,9 @@ MFU is this number times tokens/s, divided by the device's peak FLOP/s.
 
 from typing import Literal, Protocol, get_args
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+
+__all__ = ["recompute_flops_per_token", "training_flops_per_token"]
 
 Attention = Literal["causal", "full"]
 Checkpointing = Literal["none", "cheap", "selective", "full"]
@@ -146,7 +148,7 @@ def recompute_flops_per_token(
     Raises:
         UsageError: another mode, or experts, whose checkpointing is not known; see also `attention_flops_per_token`.
 
-    Source: `lightning_tricks/_activation_checkpointing.py`, which says what is kept. MFU and HFU as in
+    Source: `lightning_tricks/parallel/activation_checkpointing.py`, which says what is kept. MFU and HFU as in
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
     """
     forward_attention = attention_flops_per_token(shape, seq_len, attention) // 3

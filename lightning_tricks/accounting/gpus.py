@@ -17,7 +17,7 @@ Sources: the figures were read in these tables, and agree with the datasheets th
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.peak_flops import peak_flops, peak_source
 
 NETWORK_GBITS = 400.0  # a GPU, between hosts: a ConnectX-7 for each GPU of a DGX H100

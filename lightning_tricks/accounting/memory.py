@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.flops import Checkpointing, DecoderShape
 
 

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+__all__ = ["peak_flops"]
+
 
 class Peak(NamedTuple):
     """Dense TFLOP/s by dtype, and their source. None: the device cannot multiply that dtype, or no figure was found."""

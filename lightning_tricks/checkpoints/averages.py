@@ -7,8 +7,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
 
 AVERAGES = "averages"
 MEAN = "mean"

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.inside import inside
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last by torch

@@ -7,7 +7,7 @@ told in an error.
 import os
 from pathlib import Path
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 
 def is_inside(folder: Path, file: Path) -> bool:

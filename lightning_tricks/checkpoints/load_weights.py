@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder, open_weights, read_config, read_hf_folder

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import load as load_shards
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.averages import AVERAGES, with_average
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata

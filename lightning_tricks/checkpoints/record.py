@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.inside import inside
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.checkpoints.averages import AVERAGES, MEAN, average_entry
 from lightning_tricks.checkpoints.check_checkpoint import no_weights
 from lightning_tricks.checkpoints.folder_metadata import read_metadata

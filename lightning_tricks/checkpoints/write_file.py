@@ -12,8 +12,8 @@ from typing import IO, Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import is_folder_of_shards, is_of_deepspeed, replaced_path
 from lightning_tricks.checkpoints.record import COMMENT_START, archive_checksum, record_of, to_json
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_warn
-from lightning_tricks._machine import most_processes
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import most_processes
+from lightning_tricks._host.writable import free_bytes
 from lightning_tricks._trainer import is_a
-from lightning_tricks._writable import free_bytes
+from lightning_tricks._trainer.lightning import pl, rank_zero_warn
 from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.models.decoder_config import DecoderConfig
 

@@ -18,9 +18,9 @@ from typing import Any
 import fsspec
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import chosen_version, store_before_the_run, weights_layout
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name

@@ -15,8 +15,8 @@ from typing import Any
 import jsonargparse._typehints as typehints
 from jsonargparse import Namespace
 
-from lightning_tricks._lightning import pl
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._trainer.lightning import pl
 
 ALIASES = {"WSD": "WarmupStableDecay"}
 FIRST = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")

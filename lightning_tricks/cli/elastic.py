@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._machine import named_devices
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import named_devices
 from lightning_tricks._trainer import is_a, opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 

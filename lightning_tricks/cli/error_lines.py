@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError, disk_full_line
-from lightning_tricks._lightning import pl
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError, disk_full_line
+from lightning_tricks._core.suggest import did_you_mean
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import other_weights
 from lightning_tricks.mixins._plain_settings import subclasses
 

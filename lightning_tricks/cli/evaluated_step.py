@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import take_loops_step
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 
 
 class EvaluatedStep(pl.Callback):

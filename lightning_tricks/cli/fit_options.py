@@ -10,8 +10,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._machine import named_devices
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import named_devices
 from lightning_tricks.callbacks import InitFrom, TotalTokens
 
 _LARGEST_SEED = 2**32 - 1  # numpy's

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
 
 _PARAMETERS = {"params", "optimizer", "last_epoch", "self"}
 

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._lightning import pl
-from lightning_tricks._quote import printable, shell_line, shell_word
+from lightning_tricks._core.quote import printable, shell_line, shell_word
 from lightning_tricks._trainer import folder_of_run
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short

@@ -17,10 +17,10 @@ import torch
 import yaml
 from jsonargparse import Namespace, class_from_function
 
-from lightning_tricks._errors import UsageError, one_line_and_exit
-from lightning_tricks._exit import end_within
-from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._quote import say
+from lightning_tricks._core.errors import UsageError, one_line_and_exit
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.exit import end_within
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
@@ -52,6 +52,8 @@ from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
+
+__all__ = ["RecipeCLI", "load_recipe"]
 
 _ON_RECIPES = [one for one in COMMANDS.values() if one.module and one.needs in ("a recipe", "a Trainer")]
 # What a Trainer of one process needs of the recipe: the places of its checkpoints, its length and its clip.

@@ -19,9 +19,9 @@ import yaml
 
 # Imported for their class names, which a recipe then writes without the module's path.
 from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
-from lightning_tricks._errors import UsageError
-from lightning_tricks._import_path import name_modules
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.import_path import name_modules
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli.class_names import FIRST
 from lightning_tricks.cli.error_lines import one_line, parse_message
 from lightning_tricks.mixins._plain_settings import subclasses

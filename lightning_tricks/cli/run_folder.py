@@ -10,8 +10,8 @@ from typing import Any
 import fsspec
 from jsonargparse import Namespace
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.writable import check_folders_of_run
 from lightning_tricks._trainer import (
     choose_version,
     chosen_version,
@@ -20,7 +20,7 @@ from lightning_tricks._trainer import (
     logging_step,
     next_version,
 )
-from lightning_tricks._writable import check_folders_of_run
+from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
 from lightning_tricks.cli.recipe_parser import lightning_cli

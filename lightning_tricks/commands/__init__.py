@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.suggest import did_you_mean
 
 Needs = Literal["nothing", "a recipe", "a Trainer", "a fit"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.writable import check_file
 
 
 def add_answers(parser: ArgumentParser) -> None:

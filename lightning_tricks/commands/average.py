@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints.record import KEY
 from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import write_file

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size_of_folder
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.write_file import write_file

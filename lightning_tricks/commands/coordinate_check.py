@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import named_submodules, repeated_blocks
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import named_submodules, repeated_blocks
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.optim import param_roles, schedule_free_parts
 from lightning_tricks.optim.mup import at_width
+
+__all__ = ["CoordinateReport", "CoordinateTrial", "coordinate_check"]
 
 DEFAULT_WIDTHS = (64, 128, 256, 512, 1024)
 DEFAULT_TOLERANCE = 0.3

@@ -4,10 +4,10 @@ import os
 import shutil
 from pathlib import Path
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
-from lightning_tricks._suggest import did_you_mean
-from lightning_tricks._writable import check_folder
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._core.suggest import did_you_mean
+from lightning_tricks._host.writable import check_folder
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.recipes import recipes_folder
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 

@@ -6,9 +6,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_folder
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_folder
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.generate import trained_model
 from lightning_tricks.outputs._text_model import TextModel

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable_lines, say
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable_lines, say
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.inside import check_run_folder

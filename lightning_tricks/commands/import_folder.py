@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable, say, shell_word, yaml_text
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable, say, shell_word, yaml_text
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints.hf_folder import (
     check_depth,
     is_hf_folder,

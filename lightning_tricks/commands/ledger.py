@@ -3,8 +3,8 @@
 import math
 import sys
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
 from lightning_tricks.commands import CommandParser
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
 
 
 def run(model: Any, datamodule: Any, trainer: Any) -> None:

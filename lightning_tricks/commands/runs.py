@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
 

@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.logs.ledger_diff import MEANINGS, LedgerDiff, compare, name_of
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
+
+__all__ = ["ResumeReport", "verify_resume"]
 
 CHECKPOINT = "half.ckpt"  # in the folder of the run that is killed
 _PROCESS = "lightning_tricks.commands.resume_process"
@@ -155,7 +157,7 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
     Raises:
         UsageError: it did not end as it should, with the last line that it wrote.
     """
-    from lightning_tricks._lightning import BACKEND  # here, as it loads torch
+    from lightning_tricks._trainer.lightning import BACKEND  # here, as it loads torch
 
     words = command(phase)
     environment = {**os.environ, "LIGHTNING_TRICKS_BACKEND": BACKEND}

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._machine import host_bytes, most_processes
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
 from lightning_tricks.data.bpe import changes_text, token_texts, vocabulary_size
 from lightning_tricks.data.order import SkippedSamples, WindowOrder

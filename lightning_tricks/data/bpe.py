@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 

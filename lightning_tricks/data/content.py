@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._process import has_ended, process_tag
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.process import has_ended, process_tag
 
 RECORD = "known_content.json"  # in the cache's folder
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.content import file_hashes, known_revision
 
 # the files of a folder that are read; a glob takes any name

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 _ROUNDS = 4
 

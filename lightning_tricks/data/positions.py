@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tricks._accumulation import accumulation, micro_batches_in_step
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info
+from lightning_tricks._core.accumulation import accumulation, micro_batches_in_step
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import batch_progress, data_rank, is_a, is_restarting, steps_in_epoch
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.data.order import SkippedSamples
 
 Runs = list[tuple[int, int]]

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder, tokenizer_file
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 HEADER_INTS = 256  # int32 values: magic, version, number of tokens, zeros
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, dtype)

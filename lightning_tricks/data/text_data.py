@@ -25,10 +25,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import rank_zero_info
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_folder
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_folder
+from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, token_texts, train_bpe, vocabulary_size
 from lightning_tricks.data.content import remove_unfinished, staging_prefix
@@ -36,6 +36,8 @@ from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library,
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
+
+__all__ = ["TextData"]
 
 
 def default_cache_dir() -> Path:

@@ -10,11 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.base import ShardData, check_sample
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
+
+__all__ = ["TokenData"]
 
 
 class TokenData(ShardData):

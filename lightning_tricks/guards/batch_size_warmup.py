@@ -11,12 +11,14 @@ from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 
-from lightning_tricks._accumulation import Accumulation, MicroBatches, micro_batches_in_step
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._core.accumulation import Accumulation, MicroBatches, micro_batches_in_step
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import batch_progress, data_rank, micro_batch, unwrapped
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant
+
+__all__ = ["BatchSizeWarmup"]
 
 Unit = Literal["steps", "tokens"]
 LRRule = Literal["none", "linear", "sqrt"]

@@ -7,9 +7,11 @@ a few million of them. When each rank collects at a step of its own, all ranks w
 import gc
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import is_accumulating
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+
+__all__ = ["GCControl"]
 
 
 class GCControl(pl.Callback):

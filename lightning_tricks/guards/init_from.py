@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._refusals import refuse
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import weights_layout
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder
 from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
+
+__all__ = ["InitFrom"]
 
 
 class InitFrom(pl.Callback):

@@ -2,10 +2,12 @@
 
 from typing import Any, Literal, get_args
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import data_rank, micro_batch
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor
+
+__all__ = ["LRScalingRule"]
 
 Rule = Literal["linear", "sqrt"]
 

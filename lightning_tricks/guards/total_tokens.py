@@ -4,12 +4,14 @@ import math
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_tricks._accumulation import Accumulation
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.accumulation import Accumulation
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import data_rank, micro_batch, planned_data_ranks, step_limit
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
+
+__all__ = ["TotalTokens"]
 
 
 class TotalTokens(pl.Callback):

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import logging_step, trainer_of
+from lightning_tricks._trainer.lightning import pl
 
 
 class ResumePoint(pl.Callback):

@@ -4,8 +4,10 @@ import csv
 import math
 from typing import Any
 
-from lightning_tricks._lightning import pl, rank_zero_only
+from lightning_tricks._trainer.lightning import pl, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
+
+__all__ = ["ResumingCSVLogger"]
 
 
 def is_before(row: dict[str, str], step: float) -> bool:

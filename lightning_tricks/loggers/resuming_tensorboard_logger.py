@@ -8,8 +8,10 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_only
+from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks.loggers.resume_point import ResumePoint
+
+__all__ = ["ResumingTensorBoardLogger"]
 
 
 def as_number(value: Any) -> float | None:

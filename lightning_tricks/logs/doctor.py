@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import html_text, printable
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
 from lightning_tricks.logs.run import last_written, run_folders
 from lightning_tricks.logs.run_log import RunLog, Series

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._foreign_files import LARGEST_STEP, check_regular
+from lightning_tricks._core.foreign_files import LARGEST_STEP, check_regular
 
 _HEADER, _FOOTER = 12, 4  # bytes of a record before its data (length and its checksum) and after them (a checksum)
 _LARGEST_RECORD = 1 << 30  # bytes: a length above it is none that a writer has announced

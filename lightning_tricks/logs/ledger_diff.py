@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.ledger_file import PARTS, Ledger, Line
 
 TOLERANCE = 0.01  # of losses over world sizes; that of the same data elsewhere in the run differs by more

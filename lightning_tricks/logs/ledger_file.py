@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._foreign_files import check_regular, parse_json, why
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_regular, parse_json, why
 
 NAME = "ledger.jsonl"
 _CHAIN = ', "chain": "'

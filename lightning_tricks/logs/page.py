@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_tricks._quote import html_text
+from lightning_tricks._core.quote import html_text
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.table import human
 

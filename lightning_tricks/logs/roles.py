@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.suggest import did_you_mean
 
 ROLES: Mapping[str, tuple[str, ...]] = {  # the names under which loggers have each metric, the likeliest first
     "loss": ("train/loss", "train_loss", "train/loss_step", "train_loss_step", "training_loss", "loss"),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._foreign_files import parse_json, read_settings, read_text, why
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import parse_json, read_settings, read_text, why
 from lightning_tricks.logs.roles import ROLES
 from lightning_tricks.logs.scalars import Scalars, event_files, read_scalars
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable, shell_word
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable, shell_word
+from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.logs.roles import ROLES, check_roles

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable
+from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.logs.run import Run
 from lightning_tricks.logs.table import lines_of, setting_text, shortened
 

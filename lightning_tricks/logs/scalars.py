@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_tricks._foreign_files import LARGEST_STEP, number_of, open_csv, why
+from lightning_tricks._core.foreign_files import LARGEST_STEP, number_of, open_csv, why
 from lightning_tricks.logs.event_file import Facts, read_events
 
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from lightning_tricks._quote import html_text, printable
+from lightning_tricks._core.quote import html_text, printable
 
 Table = list[list[str]]  # rows of cells; the first row has the heads
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 MOST_CURVES = 6  # that uniplot can draw with different letters
 LEAST_WIDTH = 20

@@ -8,9 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
-from lightning_tricks._on_exception import only_warn
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import (
     LastStep,
     hooks_have_batch,
@@ -20,9 +18,13 @@ from lightning_tricks._trainer import (
     logging_step,
     steps_between_saves,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._trainer.on_exception import only_warn
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 from lightning_tricks.metrics.step_loss import StepLoss
 from lightning_tricks.metrics.step_norm import StepNorm
+
+__all__ = ["MetricBuffer"]
 
 OverRanks = Literal["sum", "max"]
 SAVE_SECONDS = 1.0  # least time between two `logger.save()`, which waits for the disk; Lightning calls it at the end

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks._tensors import widest
+from lightning_tricks._core.tensors import widest
+
+__all__ = ["BitsPerByte", "TokenLoss", "TokenPerplexity"]
 
 
 def add(total: Tensor, value: Tensor) -> Tensor:

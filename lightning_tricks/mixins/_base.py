@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 
 if TYPE_CHECKING:
     _Base = pl.LightningModule

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule
 from lightning_tricks.schedules import Schedule

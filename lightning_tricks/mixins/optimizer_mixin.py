@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import (
     equal_replicas,
     is_a,
@@ -21,6 +20,7 @@ from lightning_tricks._trainer import (
     run_length,
     weights_layout,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, rules_of, setting_of, shown, to_plain
@@ -41,6 +41,8 @@ from lightning_tricks.optim.decay_groups import expanded
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.optim.limits import Place, refuse_limits
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
+
+__all__ = ["OptimizerMixin"]
 
 # keys of a checkpoint
 _FUNCTION_KEY = "optimizer_function"  # text of the function that made the optimizer

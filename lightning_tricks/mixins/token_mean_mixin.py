@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._refusals import refuse
-from lightning_tricks._tensors import local, where_read
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local, where_read
 from lightning_tricks._trainer import is_accumulating, loss_ranks, weights_layout
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.mixins._base import Mixin
+
+__all__ = ["TokenMeanMixin"]
 
 
 class TokenMeanMixin(Mixin):

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_tricks._activation_checkpointing import Mode, check_mode, checkpointed
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import matmul_dtype
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import matmul_dtype
 from lightning_tricks.models.attention import (
     Attention,
     KVCache,
@@ -22,8 +21,11 @@ from lightning_tricks.models.attention import (
 )
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
+
+__all__ = ["Decoder"]
 
 
 class MLP(nn.Module):

@@ -8,7 +8,9 @@ import dataclasses
 import math
 from typing import ClassVar, Literal, get_args
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+
+__all__ = ["GPT2", "DecoderConfig", "Llama"]
 
 Activation = Literal["swiglu", "gelu", "relu2"]
 

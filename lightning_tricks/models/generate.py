@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.decoder import Decoder
+
+__all__ = ["Sampling", "generate"]
 
 ROW_MULTIPLE = 16  # fp8 products on CUDA take rows of a multiple of 16 tokens
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.models.decoder import Decoder
 from lightning_tricks.models.decoder_config import GPT2, DecoderConfig, Llama
 

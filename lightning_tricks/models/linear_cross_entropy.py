@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_tricks._tensors import matmul_dtype, refuse_second_derivative
+from lightning_tricks._core.tensors import matmul_dtype, refuse_second_derivative
 from lightning_tricks.parallel.tensor import local_rows
 
 ROWS_ON_CPU = 256  # tokens in a slice, which the cache holds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
 
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import around_saves, fetch_hooks
 
 clock = time.perf_counter

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import WarnOnce
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import compiled_steps, is_accumulating
+from lightning_tricks._trainer.lightning import WarnOnce
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # before_calls or after_calls

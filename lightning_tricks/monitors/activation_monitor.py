@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import find_blocks, match_modules
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import find_blocks, match_modules
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors._module_calls import ModuleWatch, after_calls, outside_compiled
+
+__all__ = ["ActivationMonitor"]
 
 STATS = ("rms", "max_abs", "zero_fraction", "nonfinite_fraction")
 

@@ -6,10 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_tricks._find_modules import named_submodules
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.find_modules import named_submodules
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outside_compiled
+
+__all__ = ["AttentionMonitor"]
 
 METHOD = "max_attention_logit"
 

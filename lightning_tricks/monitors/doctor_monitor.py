@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks._trainer import is_accumulating, logging_step
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks.logs.roles import ROLES, check_roles
 from lightning_tricks.logs.run_log import RunLog, Series
 from lightning_tricks.logs.symptoms import findings
@@ -20,6 +20,8 @@ from lightning_tricks.logs.symptoms.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED, LOSS
+
+__all__ = ["DoctorMonitor"]
 
 GROWTH = 1.05  # of the steps done, after which the questions are asked again: some 200 times in a million steps
 MOST_POINTS = 4096  # of one metric; a metric with more keeps every second point, from the run's start to its end

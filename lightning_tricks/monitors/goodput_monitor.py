@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._foreign_files import parse_json, read_text
-from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info
-from lightning_tricks._on_exception import only_warn
-from lightning_tricks._process import process_age
+from lightning_tricks._core.foreign_files import parse_json, read_text
+from lightning_tricks._host.process import process_age
 from lightning_tricks._trainer import is_accumulating
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info
+from lightning_tricks._trainer.on_exception import only_warn
 from lightning_tricks.accounting.goodput import PARTS, Interval, breakdown, fractions, lost_to_restart
 from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
@@ -29,6 +29,8 @@ from lightning_tricks.monitors._clock import (
     fetches_timed,
     saves_timed,
 )
+
+__all__ = ["GoodputMonitor"]
 
 FILE = "goodput.json"
 WRITE_SECONDS = 10.0  # at least, between two writes of the file at log steps

@@ -8,14 +8,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name, find_blocks
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._refusals import refuse
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name, find_blocks
 from lightning_tricks._trainer import is_accumulating, optimizer_index, weights_layout
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import grad_norms_of
+
+__all__ = ["GradNormMonitor"]
 
 Parts = Literal["block", "group"]
 Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each

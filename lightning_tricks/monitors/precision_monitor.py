@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer import enabled_scaler, is_accumulating
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.optim.grad_scaler import loss_scale
+
+__all__ = ["PrecisionMonitor"]
 
 
 def has_figures(plugin: Any) -> bool:

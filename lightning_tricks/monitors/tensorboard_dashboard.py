@@ -13,15 +13,17 @@ import fsspec
 import yaml
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
-from lightning_tricks._lightning import BACKEND, Module, Trainer, pl
-from lightning_tricks._quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
-from lightning_tricks._tensors import whole_numel
+from lightning_tricks._core.quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
+from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer import folder_of_run, is_a, logging_step, run_length, shows_hp_metric
+from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, pl
 from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED
 from lightning_tricks.schedules import ScheduleLR, chosen_steps, planned_groups
+
+__all__ = ["TensorBoardDashboard"]
 
 PAGE = "dashboard.html"
 PLAN = "plan/lr"

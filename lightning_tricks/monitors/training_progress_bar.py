@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_tricks._lightning import Module, Trainer, pl
 from lightning_tricks._trainer import is_accumulating, logging_step, run_length
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOGGED
+
+__all__ = ["TrainingProgressBar"]
 
 
 def human(value: float) -> str:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import find_blocks
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import find_blocks
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import MATRICES, param_roles
+
+__all__ = ["UpdateMonitor"]
 
 _PARTS = ("update_square", "weight_square", "count")
 

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, bfloat16
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
+
+__all__ = ["AdamWBF16State"]
 
 _AVERAGES = ("exp_avg", "exp_avg_sq")
 

@@ -11,8 +11,8 @@ from torch import Tensor, bfloat16, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
 from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load, parts_of

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+
+__all__ = ["clip_grad_norm"]
 
 _HALF = (torch.bfloat16, torch.float16)
 

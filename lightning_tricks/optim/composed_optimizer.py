@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
+
+__all__ = ["ComposedOptimizer"]
 
 Factory = Callable[[Iterable], Optimizer]
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._tensors import whole_numel
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks.optim.param_roles import MATRICES, param_roles
 from lightning_tricks.optim.param_rule import LayerwiseLRDecay, ParamRule, match_rules, tied_names
+
+__all__ = ["decay_groups"]
 
 Rules = Sequence[ParamRule | LayerwiseLRDecay]
 

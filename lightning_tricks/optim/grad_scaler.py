@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_tricks._replaced import replaced
-from lightning_tricks._tensors import local, where_read
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.tensors import local, where_read
 
 
 def loss_scale(scaler: GradScaler) -> Tensor | None:

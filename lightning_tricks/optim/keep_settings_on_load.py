@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 
 # keys of a group that decay_groups, build_optimizer and schedules set

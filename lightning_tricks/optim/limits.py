@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 
 Place = Literal["shards", "flat parameters", "BF16True", "a Tensor lr", "first derivatives"]

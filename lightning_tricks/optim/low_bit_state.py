@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 
 LOW_BIT = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # averages: whether they can be negative

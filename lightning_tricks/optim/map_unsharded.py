@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
 
 Make = Callable[[Sequence[int]], list[Tensor]]  # numbers of matrices -> the matrices
 Compute = Callable[[Sequence[int], list[Tensor]], list[Tensor]]  # numbers, whole matrices -> matrices of these shapes

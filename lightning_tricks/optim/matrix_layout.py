@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 
 class MatrixLayout(NamedTuple):

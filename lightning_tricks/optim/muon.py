@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
+
+__all__ = ["Muon"]
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7

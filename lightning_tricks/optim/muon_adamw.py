@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer, Factory
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import Muon
+
+__all__ = ["MatrixAdamW", "MuonAdamW"]
 
 _LISTS = ("params", "param_names", "roles", "layouts")  # of a group, one entry a parameter
 

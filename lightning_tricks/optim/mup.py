@@ -8,11 +8,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import SCALES
 from lightning_tricks.optim.param_roles import MATRICES, Role, param_roles
+
+__all__ = ["MuP"]
 
 Kind = Literal["input", "hidden", "head"]
 Shape = tuple[int, ...]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.optim.matrix_layout import MatrixLayout, is_product, layout_of
 
 # `lm_head`, `heads.head` (torchvision), `head.fc` (timm), `embed_out` (GPT-NeoX), `score` (a classifier on a decoder),

@@ -11,10 +11,12 @@ from typing import get_args
 
 from torch import nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name, repeated_blocks
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name, repeated_blocks
 from lightning_tricks.optim.param_roles import Role, RoledParam, param_roles
 from lightning_tricks.schedules import Schedule
+
+__all__ = ["LayerwiseLRDecay", "ParamRule"]
 
 Tied = Mapping[str, Sequence[str]]
 NOT_TIED: Tied = MappingProxyType({})

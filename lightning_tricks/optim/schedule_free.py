@@ -13,7 +13,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.schedules import Schedule, WarmupConstant
 

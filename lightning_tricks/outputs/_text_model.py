@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import planned_data_ranks
 from lightning_tricks.data.bpe import end_of_text
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._quote import markdown_text, say
+from lightning_tricks._core.quote import markdown_text, say
 from lightning_tricks._trainer import logging_step
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+
+__all__ = ["BranchLineage"]
 
 
 class BranchLineage(pl.Callback):

@@ -5,8 +5,10 @@ import time
 import zlib
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+
+__all__ = ["CompressionBaseline"]
 
 
 def zlib_bits_per_byte(text: bytes) -> float:

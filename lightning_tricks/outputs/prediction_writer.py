@@ -8,9 +8,11 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import data_rank
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+
+__all__ = ["PredictionWriter"]
 
 
 def rows_of(prediction: Any) -> list[Any]:

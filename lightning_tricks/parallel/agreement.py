@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 T = TypeVar("T")
 

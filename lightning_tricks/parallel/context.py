@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 Method = Literal["gather", "ulysses"]
 

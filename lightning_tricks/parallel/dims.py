@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+
+__all__ = ["ParallelDims"]
 
 _LATER = ("pipeline", "expert")
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._activation_checkpointing import mode_of
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
+from lightning_tricks.parallel.activation_checkpointing import mode_of
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import Parallelized, ParallelOptions
 from lightning_tricks.parallel.shard import local_bytes

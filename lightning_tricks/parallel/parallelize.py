@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from lightning_tricks._activation_checkpointing import Mode, checkpoint_block
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import match_modules, repeated_blocks
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import match_modules, repeated_blocks
+from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.shard import largest_group, refuse_unshardable, shard_module

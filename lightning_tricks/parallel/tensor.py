@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
 
 Word = Literal[
     "colwise",

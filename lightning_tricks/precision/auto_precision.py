@@ -6,11 +6,13 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._lightning import rank_zero_info
 from lightning_tricks._trainer import trainer_of
+from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision
+
+__all__ = ["AutoPrecision"]
 
 
 class AutoPrecision(AutocastPrecision):

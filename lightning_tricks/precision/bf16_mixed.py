@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._lightning import pl
-from lightning_tricks._refusals import refuse
 from lightning_tricks._trainer import trainer_of
+from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.refusals import refuse
+
+__all__ = ["BF16Mixed"]
 
 
 class AutocastPrecision(pl.plugins.Precision):

@@ -5,8 +5,18 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
+
+__all__ = [
+    "CosineRestarts",
+    "PowerDecay",
+    "WarmupConstant",
+    "WarmupCosine",
+    "WarmupInverseSqrt",
+    "WarmupLinear",
+    "WarmupStableDecay",
+]
 
 Shape = Literal["linear", "cosine", "1-sqrt", "power"]
 

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from decimal import Decimal
 from typing import ClassVar, cast
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+
+__all__ = ["Schedule"]
 
 
 class Schedule(ABC):

@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks.schedules.schedule import Schedule
 
+__all__ = ["ScheduleLR"]
+
 
 class ScheduleLR(LRScheduler):
     """Set the learning rate of each group to the schedule's value for that group's own learning rate.

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
 from lightning_tricks.checkpoints.record import damage, read_record
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0

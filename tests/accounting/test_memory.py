@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lightning_tricks import GPT2, Llama
-from lightning_tricks._errors import UsageError
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks.accounting.gpus import GPUS, find_gpu, link_of
 from lightning_tricks.accounting.memory import activation_bytes_per_token, training_memory, training_memory_gb
+from lightning_tricks.commands.plan.fake_cluster import at_once
+from lightning_tricks.commands.plan.memory_trace import LOSS, TraceOptions, trace_step
 from lightning_tricks.models import attention
 from lightning_tricks.models.decoder import Decoder
-from lightning_tricks.parallel.fake_cluster import at_once
-from lightning_tricks.parallel.memory_trace import LOSS, TraceOptions, trace_step
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

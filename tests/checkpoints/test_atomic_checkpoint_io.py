@@ -29,7 +29,7 @@ from harness.preloaded import python
 from harness.runs import On, fit
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, atomic_checkpoint_io, verify_checkpoint
 from lightning_tricks.checkpoints.atomic_checkpoint_io import BackgroundWriter, unsafe_content
 from lightning_tricks.checkpoints.record import read_record

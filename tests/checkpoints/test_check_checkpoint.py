@@ -13,7 +13,7 @@ import torch
 from checkpoints.saved import assert_same, checkpoint, checkpoint_of, trained
 from checkpoints.shards import write_shards
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, record, verify_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, checksum_of, read_record, to_json

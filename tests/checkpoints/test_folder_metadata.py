@@ -11,7 +11,7 @@ from shards import write_shards
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks import GPT2, LanguageModel, Llama
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import open_checkpoint
 from lightning_tricks.checkpoints.hf_folder import decoder_config_of, open_weights, read_hf_folder
 from lightning_tricks.checkpoints.stream_weights import stream_weights

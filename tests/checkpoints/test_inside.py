@@ -16,8 +16,8 @@ from models.decoders import build
 
 from lightning_tricks import Llama
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, load_weights, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole

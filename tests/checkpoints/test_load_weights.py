@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights
 from lightning_tricks.checkpoints.load_weights import read_weights
 from lightning_tricks.checkpoints.write_file import write_file

@@ -14,7 +14,7 @@ from harness.runs import trainer_with
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_tricks import RecipeCLI
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, size_of_folder
 from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups, keep_settings_on_load

@@ -11,7 +11,7 @@ from harness.models import Small
 from harness.processes import run
 from harness.runs import trainer_with
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes

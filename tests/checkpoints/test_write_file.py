@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import swap_in
 from lightning_tricks.checkpoints.write_file import (
     clear_staging,

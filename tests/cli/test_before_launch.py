@@ -7,7 +7,7 @@ from harness.models import Small
 from lightning.pytorch import strategies
 
 from lightning_tricks import FSDP2Strategy
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import (
     EMA,
     BatchSizeWarmup,

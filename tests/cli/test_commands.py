@@ -7,7 +7,7 @@ import pytest
 
 from lightning_tricks import __main__ as door
 from lightning_tricks import commands
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.commands import COMMANDS, find
 

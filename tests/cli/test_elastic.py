@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup
 from lightning_tricks.cli.elastic import make_elastic, processes_of_torchrun, scaled, workable_counts
 from lightning_tricks.parallel.dims import ParallelDims

@@ -13,7 +13,7 @@ from harness.preloaded import python
 from lightning.pytorch import Trainer
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError, one_line_and_exit
+from lightning_tricks._core.errors import UsageError, one_line_and_exit
 
 MODEL = """
 import torch
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
 def test_where_nobody_reads_the_output_any_more_a_program_ends_without_a_line(end):
     code = f"""\
 import sys
-from lightning_tricks._errors import one_line_and_exit
+from lightning_tricks._core.errors import one_line_and_exit
 with one_line_and_exit():
     print(1)
     {end}

@@ -19,7 +19,7 @@ from harness.processes import free_port
 from harness.processes import run as run_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.find_checkpoint import candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.write_file import save_with_record
 from lightning_tricks.cli import RecipeCLI

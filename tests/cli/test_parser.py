@@ -8,8 +8,8 @@ import pytest
 import yaml
 from harness.models import Small
 
-from lightning_tricks._lightning import pl
-from lightning_tricks._suggest import _WORDS_FOR, SYNONYMS, did_you_mean
+from lightning_tricks._core.suggest import _WORDS_FOR, SYNONYMS, did_you_mean
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import RecipeCLI, recipe_parser
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.cli.recipe_parser import (

@@ -14,7 +14,7 @@ from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtur
 from cli.wrong_inputs import SMALL
 from harness.preloaded import python
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
 from lightning_tricks.commands import cp, prepare
 from lightning_tricks.commands.recipes import recipes_folder

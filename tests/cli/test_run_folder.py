@@ -14,7 +14,7 @@ from harness.runs import trainer_with
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.write_file import save_with_record
 from lightning_tricks.cli import RecipeCLI

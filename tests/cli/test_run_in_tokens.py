@@ -8,7 +8,7 @@ import pytest
 import yaml
 from cli.parsers import one_parser  # noqa: F401, a fixture
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.cli import next_steps as next_steps_module
 from lightning_tricks.data import ShardWriter

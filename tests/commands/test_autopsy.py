@@ -18,8 +18,8 @@ from harness.runs import On, fit
 
 from lightning_tricks import LanguageModel, Llama, TextData, TokenData
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.commands.autopsy.autopsy import autopsy

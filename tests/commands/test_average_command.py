@@ -7,7 +7,7 @@ import torch
 from commands.exported import SIZES, checkpoint, save, tokenizer
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights, open_checkpoint
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 from lightning_tricks.models import GPT2, Decoder, Llama

@@ -12,7 +12,7 @@ import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
 from short_run import points, tensors
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.record import Record, to_json
 from lightning_tricks.commands import branch as branch_module
 from lightning_tricks.commands.branch import Trunk, read_trunk

@@ -10,8 +10,8 @@ import torch
 from harness.token_files import write_token_files
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TextData, TokenData
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.commands.check import checks as listed

@@ -9,7 +9,7 @@ from checkpoints.shards import REST, of_file, write_shards
 from checkpoints.test_open_checkpoint import Line, fit
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_tricks import LanguageModel, Llama, MuonAdamW, MuP
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.coordinate_check import CoordinateReport, CoordinateTrial, Sizes, coordinate_check
 from lightning_tricks.optim import build_optimizer
 from lightning_tricks.optim.mup import at_width

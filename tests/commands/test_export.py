@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.stream_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export import compare, load_alone

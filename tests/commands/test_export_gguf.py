@@ -11,7 +11,7 @@ from commands.exported import SIZES, TEXT, VOCABULARY, checkpoint, fresh_python,
 from tokenizers import pre_tokenizers
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.export import compare, gguf_file, gguf_tokenizer, load_gguf_alone
 from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.saved_tokenizer import tokenizer_record

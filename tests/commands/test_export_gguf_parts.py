@@ -11,7 +11,7 @@ import torch
 from commands.exported import SIZES, TEXT, VOCABULARY, tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.export import gguf_file, gguf_tokenizer
 from lightning_tricks.commands.export.weight_files import Entry
 from lightning_tricks.data.bpe import train_bpe

@@ -10,8 +10,8 @@ from harness.runs import fit
 from lightning_tricks import EMA, LanguageModel, TextData
 from lightning_tricks import __main__ as door
 from lightning_tricks import generate as generate_tokens
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.commands.generate import _texts
 from lightning_tricks.models import GPT2, Llama
 

@@ -13,7 +13,7 @@ from models.decoders import build
 
 from lightning_tricks import InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights, open_checkpoint
 from lightning_tricks.checkpoints.hf_folder import read_config
 from lightning_tricks.cli import load_recipe

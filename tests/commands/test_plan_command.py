@@ -29,12 +29,14 @@ from lightning_tricks import (
     SpikeRollback,
     TotalTokens,
 )
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.check.checks import Checked, model, run_checks
 from lightning_tricks.commands.plan import run
 from lightning_tricks.commands.plan.changes import changes_that_fit
+from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_full_depth
+from lightning_tricks.commands.plan.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.commands.plan.plan import plan_recipe
 from lightning_tricks.commands.plan.report import report
 from lightning_tricks.commands.plan.scaling import Links, step_time
@@ -42,9 +44,7 @@ from lightning_tricks.commands.plan.setup import read_setup
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
-from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.layout import Traffic
-from lightning_tricks.parallel.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")

@@ -22,8 +22,8 @@ from lightning_tricks import (
     WarmupStableDecay,
 )
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.schedule.curves import NamedPlan, lr_lines, place_of

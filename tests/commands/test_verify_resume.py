@@ -14,8 +14,8 @@ from harness.preloaded import python
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from lightning_tricks import ResumeReport, verify_resume
-from lightning_tricks._errors import UsageError
-from lightning_tricks._random_state import random_state, set_random_state
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks.callbacks import TrainingProgressBar
 from lightning_tricks.commands import resume_process
 from lightning_tricks.commands import verify_resume as verify_module

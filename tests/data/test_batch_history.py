@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.data import positions as module
 from lightning_tricks.data.order import SkippedSamples

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.bpe import (
     END_OF_TEXT,
     byte_alphabet,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import TextData, TokenData
 from lightning_tricks.data.bpe import END_OF_TEXT, as_text_only, changes_text, token_texts, train_bpe
 from lightning_tricks.data.text_data import document_hash, validation_threshold

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import TextData
 from lightning_tricks.data.corpus import expand, hugging_face, read_pieces, standard_library, text_files
 

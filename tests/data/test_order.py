@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._samples import in_words
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.samples import in_words
 from lightning_tricks.data import TokenData, permute
 from lightning_tricks.data.order import SkippedSamples, WindowOrder, derive_key
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.order import SkippedSamples
 from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 

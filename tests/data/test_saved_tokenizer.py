@@ -9,7 +9,7 @@ from harness.models import Small
 from harness.runs import trainer_with
 
 from lightning_tricks import LanguageModel, Llama
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.data import TextData, TokenData, saved_tokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.bpe import train_bpe

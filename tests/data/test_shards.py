@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, open_shard
 from lightning_tricks.data.shards import BLOCK_BYTES, SAMPLED_BLOCKS, TokenStream, fingerprint
 

@@ -20,8 +20,8 @@ from harness.runs import trainer_with
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._process import process_tag
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.process import process_tag
 from lightning_tricks.data import TextData, TokenData, open_shard
 from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe

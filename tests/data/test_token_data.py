@@ -10,7 +10,7 @@ import torch
 from harness.models import Small
 from harness.runs import On, fit, trainer_with
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
 from lightning_tricks.data.base import IdGuard, Loader
 from lightning_tricks.data.batches import TrainBatches

@@ -10,7 +10,7 @@ from cli.wrong_inputs import SMALL
 from commands.exported import TEXT, VOCABULARY, checkpoint, save
 from models.decoders import build
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.data import TextData, corpus
 from lightning_tricks.models import Llama

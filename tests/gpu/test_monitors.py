@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import GradNormMonitor, PrecisionMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import HangWatchdog, RankMonitor
 
 STEP = 3  # optimizer steps done before the run stands still

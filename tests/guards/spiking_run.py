@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_tricks import SpikeRollback
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
 
 ROWS = 16  # of a step
 QUICK: dict[str, Any] = {"patience_steps": 5, "window_steps": 32, "snapshot_every_n_steps": 20}

@@ -14,7 +14,7 @@ from harness.runs import On, trainer_with
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
 from lightning_tricks.guards.averages.ema import decay_at

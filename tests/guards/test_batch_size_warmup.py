@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import (
     BatchSizeWarmup,
     ExactResume,

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_tricks._random_state import own_randomness, random_state
+from lightning_tricks._core.random_state import own_randomness, random_state
 from lightning_tricks.guards.exact_resume.exact_resume import _ignored
 from lightning_tricks.guards.exact_resume.loaders import ServedLoader, StatefulLoader, Worker, can_be_replayed, replayed
 from lightning_tricks.guards.exact_resume.order import (

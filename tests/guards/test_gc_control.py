@@ -10,7 +10,7 @@ from harness.runs import On
 from hung_run import Module, Stands, trainer_with
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GCControl
 
 

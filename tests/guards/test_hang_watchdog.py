@@ -19,9 +19,9 @@ from harness.runs import On
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks import _exit
-from lightning_tricks._errors import UsageError
-from lightning_tricks._process import Process, start_ticks, this_process
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host import exit as _exit
+from lightning_tricks._host.process import Process, start_ticks, this_process
 from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog

@@ -84,7 +84,7 @@ def test_a_rank_that_stands_still_is_named_under_pytorch_lightning_as_well(ended
 
 ENDS = """
 import multiprocessing, signal, subprocess, threading
-from lightning_tricks import _exit
+from lightning_tricks._host import exit as _exit
 
 _exit.CHILDREN_SECONDS = 0.2
 _exit.call_before_exit(lambda: print("goodbye"))

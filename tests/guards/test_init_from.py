@@ -11,7 +11,7 @@ from harness.models import Small, adamw, batches
 from harness.processes import run as run_processes
 from harness.runs import same, trainer_with
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import InitFrom
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 

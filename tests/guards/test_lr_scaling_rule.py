@@ -7,7 +7,7 @@ from harness import runs
 from harness.models import Small
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup, LRScalingRule
 from lightning_tricks.guards import lr_scaling_rule
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_tricks import ExactResume, Preemption, SafeCheckpoint
-from lightning_tricks._errors import UsageError
-from lightning_tricks._process import process_age
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.process import process_age
 from lightning_tricks.checkpoints import atomic_checkpoint_io
 from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.guards.preemption import loader_workers, stop_signals

@@ -24,7 +24,7 @@ from harness.runs import On
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import HangWatchdog, RankMonitor
 from lightning_tricks.guards.watchdog import rank_monitor
 from lightning_tricks.guards.watchdog.rank_monitor import ExceptHook, is_consequence
@@ -173,7 +173,7 @@ def test_of_a_failed_fit_nothing_is_kept(monkeypatch):
 
 
 def test_a_process_that_hangs_on_its_way_out_is_ended():
-    code = "import time; from lightning_tricks._exit import end_within; end_within(0.2); time.sleep(100)"
+    code = "import time; from lightning_tricks._host.exit import end_within; end_within(0.2); time.sleep(100)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.DEVNULL).returncode == 1
 
 

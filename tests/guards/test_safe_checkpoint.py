@@ -20,8 +20,8 @@ from harness.runs import On, trainer_with
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import ExactResume, SafeCheckpoint
 from lightning_tricks.checkpoints import atomic_checkpoint_io, check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from guards.test_safe_checkpoint import Batches, Model, fit
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.record import read_record
 

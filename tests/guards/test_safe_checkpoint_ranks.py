@@ -11,7 +11,7 @@ from harness.processes import run
 from harness.runs import trainer_with
 from harness.token_files import write_token_files
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import TokenData

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, WarmupCosine
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
 from lightning_tricks.guards import schedule_free

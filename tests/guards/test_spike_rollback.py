@@ -29,8 +29,8 @@ from lightning_tricks import (
     StepGuard,
     TailAverage,
 )
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
 from lightning_tricks.guards.spike_rollback.earlier_states import TrainingState
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
 from lightning_tricks.guards.spike_rollback.spike_rollback import Rollback, is_good

@@ -23,7 +23,7 @@ from lightning_tricks import (
     SpikeRollback,
     StepGuard,
 )
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.guards.step_guard.step_guard import skipping
 from lightning_tricks.optim import ComposedOptimizer, Muon
 

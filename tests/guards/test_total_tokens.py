@@ -11,8 +11,8 @@ from harness.processes import run as in_processes
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, TotalTokens, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin

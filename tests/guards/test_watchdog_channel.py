@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_tricks._process import Process
+from lightning_tricks._host.process import Process
 from lightning_tricks.guards.watchdog import channel
 from lightning_tricks.guards.watchdog.channel import LOOPBACK, Address, Connection, Hub, first_line, gone
 from lightning_tricks.guards.watchdog.hang_watchdog import judge

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 from torch._guards import CompileContext
 
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 
 Note = Callable[[str, FrameType], None]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}

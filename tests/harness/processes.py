@@ -97,7 +97,7 @@ def run(function: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
 
 def ddp_pickled() -> Any:
     """Lightning's `ddp_spawn`, whose process is forked from the server where it can be: it gets a pickle as well."""
-    from lightning_tricks._lightning import pl
+    from lightning_tricks._trainer.lightning import pl
 
     return pl.strategies.DDPStrategy(start_method="spawn" if torch.cuda.is_available() else "forkserver")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.models import Decoding, Small
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.accounting.flop_counting import counting_real_step
 
 

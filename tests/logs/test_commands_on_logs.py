@@ -7,7 +7,7 @@ import pytest
 from made_logs import TABLE, predicted, run_in
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.ledger_file import LedgerFile
 
 

@@ -10,7 +10,7 @@ import pytest
 from made_logs import predicted, run_in
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.answers import json_text
 from lightning_tricks.logs.compare.compared_run import is_seed, outcome_of, read_runs, value_at
 from lightning_tricks.logs.compare.comparison import compare_runs

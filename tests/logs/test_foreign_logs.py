@@ -23,7 +23,7 @@ from made_logs import TABLE, framed, losses, record, run_in, scalar
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.answers import json_text
 from lightning_tricks.commands.export.model_card import figures_of_run
 from lightning_tricks.logs.compare.compared_run import read_runs

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.ledger_diff import check, compare, compare_steps
 from lightning_tricks.logs.ledger_file import LedgerFile, read_ledger
 

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_tricks.metrics.metric_buffer as metric_buffer
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer, StepGuard
 from lightning_tricks.metrics.row import to_host
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_tricks import FP16Mixed, LanguageModel
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     BatchSizeWarmup,
     DoctorMonitor,

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.precision import FP16Mixed
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import LanguageModel, Llama, MuonAdamW, MuP, OptimizerMixin, WarmupLinear
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.open_checkpoint import load_file
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 

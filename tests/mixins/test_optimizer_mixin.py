@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import MuonAdamW, ParamRule
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay

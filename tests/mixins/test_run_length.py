@@ -11,9 +11,9 @@ from harness import processes, runs
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import run_length
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.run_length import steps_of_epochs
 from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, TrainingProgressBar
 from lightning_tricks.data import ShardWriter, TokenData

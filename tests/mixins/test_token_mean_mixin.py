@@ -11,7 +11,7 @@ from harness import processes, runs
 from harness.models import batches
 from harness.offloaded import on_device
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.mixins import TokenMeanMixin
 
 TARGETS = torch.randint(0, 5, (8, 6), generator=torch.Generator().manual_seed(3))

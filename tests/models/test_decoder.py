@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from models.decoders import CONFIGS, TINY, build, tokens
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.models.decoder import MLP
 

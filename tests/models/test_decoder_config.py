@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama
 
 

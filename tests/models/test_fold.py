@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama, folded_state, generate
 
 SHAPE = {"vocab_size": 61, "n_layers": 2, "max_seq_len": 24}

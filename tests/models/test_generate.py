@@ -6,7 +6,7 @@ import transformers
 from models.decoders import CONFIGS, TINY, build
 from models.decoders import tokens as some
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama, from_hf
 from lightning_tricks.models.attention import KVCache
 from lightning_tricks.models.generate import Sampling, generate

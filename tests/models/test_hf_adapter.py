@@ -8,7 +8,7 @@ import torch
 import transformers
 from models.decoders import TINY, build, tokens
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import (
     GPT2,
     Decoder,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama, from_hf
 
 SHAPE = {"vocab_size": 97, "d_model": 64, "n_layers": 3, "n_heads": 4, "d_ff": 112, "max_seq_len": 48}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
 from lightning_tricks.monitors.activation_monitor import activation_stats, first_tensor
 

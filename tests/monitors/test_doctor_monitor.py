@@ -13,7 +13,7 @@ from harness.runs import On, fit
 from torch.utils.data import DataLoader
 
 from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.monitors.doctor_monitor import MOST_POINTS, History, optimizer_steps
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.monitors.grad_norm_monitor import interval_figures, parameters_by_block

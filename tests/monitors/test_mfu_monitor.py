@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks import LanguageModel, Llama
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flop_counting import FlopCounter
 from lightning_tricks.accounting.peak_flops import device_peak

@@ -9,7 +9,7 @@ import torch
 from harness.models import LLAMA
 from torch import nn
 
-from lightning_tricks._find_modules import find_blocks
+from lightning_tricks._core.find_modules import find_blocks
 from lightning_tricks.models import Decoder
 from lightning_tricks.monitors._module_calls import after_calls, before_calls, outside_compiled
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from lightning_tricks import RunLedger
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.monitors.run_ledger import sums as sums_module
 from lightning_tricks.monitors.run_ledger.run_ledger import RankValues, step_line

@@ -11,7 +11,7 @@ from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import UpdateMonitor
 from lightning_tricks.monitors.update_monitor import sample_stride, square_sums
 

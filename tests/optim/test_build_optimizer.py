@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim import ParamRule, build_optimizer
 from lightning_tricks.optim.build_optimizer import check_settings
 

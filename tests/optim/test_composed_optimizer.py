@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim import (
     ComposedOptimizer,

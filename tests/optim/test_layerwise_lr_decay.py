@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer
 
 

@@ -18,7 +18,7 @@ from harness.runs import Memory
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin

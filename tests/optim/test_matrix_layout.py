@@ -157,7 +157,7 @@ def test_complex_matrices_and_scalars_go_to_adamw():
 
 
 def test_a_declaration_of_other_numbers_is_refused_by_name():
-    from lightning_tricks._errors import UsageError
+    from lightning_tricks._core.errors import UsageError
 
     block = Holder(body=nn.Linear(4, 6))
     block._matrices = {"body.weight": [2, 2]}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
 from lightning_tricks.optim import muon as muon_module

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import LayerwiseLRDecay, MuonAdamW, MuP, ParamRule, build_optimizer

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.optim import param_roles
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import CompressionBaseline
 from lightning_tricks.outputs.compression_baseline import xz_bits_per_byte, zlib_bits_per_byte
 

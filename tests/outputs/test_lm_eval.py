@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from lightning_tricks import FSDP2Strategy, Llama, LMEval
 from lightning_tricks import __main__ as door
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.outputs._text_model import TextModel
 
 CHOICES = [

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_tricks import PredictionWriter
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.outputs.prediction_writer import rows_of
 
 TWO = torch.tensor([[1, 2], [3, 4]])

@@ -49,7 +49,7 @@ from lightning_tricks import (
     WarmupConstant,
     WarmupStableDecay,
 )
-from lightning_tricks._random_state import gather
+from lightning_tricks._core.random_state import gather
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.guards.preemption.preemption import Preempted

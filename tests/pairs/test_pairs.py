@@ -10,7 +10,7 @@ from harness.token_files import write_token_files
 from pairs.covering import combinations_to_cover, covering_array
 from pairs.run_pair import LAYOUTS, Kill, curves_of, different, fit, newest, run_row
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 TRICKS = (
     "StepGuard", "SpikeRollback", "EMA", "TailAverage", "ScheduleFree", "BatchSizeWarmup", "TotalTokens",

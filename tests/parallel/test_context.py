@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models.attention import attention_of_parts, causal_attention, part_mask
 from lightning_tricks.parallel.context import ContextParallel, check_method, own_positions
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.parallel.dims import ParallelDims
 
 CLUSTER = ParallelDims(replicate=2, context=2, tensor=4).of_world(64)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
+from lightning_tricks.commands.plan.fake_cluster import fake_world
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.parallel import tensor
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.fake_cluster import fake_world
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, parallelize
 from lightning_tricks.parallel.tensor import plan_of
 

@@ -12,7 +12,7 @@ from foreign import PLUGINS, CausalLM, ShardedCausalLM, differing, rows, tensors
 from harness import processes
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.precision import AutoPrecision
 from lightning_tricks.strategies import FSDP2Strategy
 

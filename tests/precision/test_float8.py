@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, Llama, MFUMonitor
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.optim import param_roles
 from lightning_tricks.precision.float8 import float8 as float8_module

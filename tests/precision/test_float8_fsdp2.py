@@ -25,7 +25,7 @@ from torchao.float8 import (
 )
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import linear  # noqa: F401, takes long: once for all processes

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.optim.grad_scaler import unscale

@@ -7,7 +7,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from lightning_tricks import schedules
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.schedules import Schedule, WarmupCosine, WarmupStableDecay
 
 

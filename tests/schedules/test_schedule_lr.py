@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant, WarmupCosine, WarmupLinear
 
 

@@ -39,7 +39,7 @@ from lightning_tricks import (
     RunLedger,
     StepGuard,
 )
-from lightning_tricks._lightning import pl
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import MuonAdamW
 from lightning_tricks.parallel.dims import ParallelDims

@@ -27,7 +27,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import BatchSizeWarmup, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed

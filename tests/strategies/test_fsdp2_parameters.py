@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.precision import BF16True, FP16Mixed

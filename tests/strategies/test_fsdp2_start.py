@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_tricks import LanguageModel, Llama
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2
 from lightning_tricks.strategies import FSDP2Strategy
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_tricks._activation_checkpointing import checkpoint_block
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
+from lightning_tricks.parallel.activation_checkpointing import checkpoint_block
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.shard import largest_group
 from lightning_tricks.precision import BF16Mixed

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_tricks import LanguageModel, Llama, WarmupCosine
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint

@@ -16,7 +16,7 @@ from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from lightning_tricks import BF16True
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import build_optimizer
 from lightning_tricks.strategies import FSDP2Strategy

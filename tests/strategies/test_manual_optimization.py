@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.strategies import FSDP2Strategy
 

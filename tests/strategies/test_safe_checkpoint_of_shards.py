@@ -9,7 +9,7 @@ import torch
 from foreign import CausalLM, rows
 from harness import processes
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record

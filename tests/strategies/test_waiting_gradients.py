@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_tricks import FSDP2Strategy
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
+from lightning_tricks.commands.plan.fake_cluster import fake_world
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.fake_cluster import fake_world
 from lightning_tricks.strategies.fsdp2.waiting_gradients import WaitingGradients, _groups
 
 

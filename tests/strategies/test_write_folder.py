@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import lightning_tricks.strategies.verify_together as verify_together_module
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of

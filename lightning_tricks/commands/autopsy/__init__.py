@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_file
 
 
 def run(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.commands.autopsy.documents import (

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
 

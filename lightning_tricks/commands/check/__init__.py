@@ -6,8 +6,8 @@ In the order of reading: `checks` (the list), `disk` (how much a run's checkpoin
 import sys
 from typing import Any
 
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_file
 
 
 def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
-from lightning_tricks._machine import most_processes
-from lightning_tricks._replaced import replaced
-from lightning_tricks._writable import check_folders_of_run, free_bytes
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._host.machine import most_processes
+from lightning_tricks._host.writable import check_folders_of_run, free_bytes
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.commands.check.disk import kept_checkpoints, savers_of, saves_of_run
 from lightning_tricks.commands.check.machine import (
     driver_version,
@@ -34,15 +34,15 @@ from lightning_tricks.commands.check.machine import (
     why_no_gpu,
 )
 from lightning_tricks.commands.plan.changes import changes_that_fit
+from lightning_tricks.commands.plan.fake_cluster import at_once, view_cluster
 from lightning_tricks.commands.plan.memory import kernels_of_a_gpu, loss_of_step
+from lightning_tricks.commands.plan.memory_trace import STEP
 from lightning_tricks.commands.plan.plan import Plan, plan_recipe
 from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
 from lightning_tricks.commands.schedule.plan import Plan as Schedule
 from lightning_tricks.commands.schedule.plan import planned
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim.build_optimizer import check_settings
-from lightning_tricks.parallel.fake_cluster import at_once, view_cluster
-from lightning_tricks.parallel.memory_trace import STEP
 
 _PASSED, _FAILED, _NOTE = "ok", "!!", "--"
 _SIGNS = {_PASSED: "✓", _FAILED: "✗", _NOTE: "·"}

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._lightning import pl
 from lightning_tricks._trainer import is_a, steps_between_saves_of
+from lightning_tricks._trainer.lightning import pl
 
 
 def kept_checkpoints(saver: Any, saves: int | None, permanent: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.models import Decoder, DecoderConfig
 from lightning_tricks.models.attention import RotaryPositions

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.models import DecoderConfig, hf_config, hf_family
 

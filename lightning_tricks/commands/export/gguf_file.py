@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.export.gguf_tokenizer import GGUFVocabulary
 from lightning_tricks.commands.export.weight_files import Entry
 from lightning_tricks.models import GPT2, DecoderConfig, hf_family, hf_weights

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.data.bpe import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, not_plain, split_pattern
 

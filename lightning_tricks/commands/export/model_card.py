@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._quote import markdown_block, markdown_code, markdown_text
+from lightning_tricks._core.quote import markdown_block, markdown_code, markdown_text
 from lightning_tricks.data.positions import BatchHistory
 from lightning_tricks.logs.scalars import read_scalars
 

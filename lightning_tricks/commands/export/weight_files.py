@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

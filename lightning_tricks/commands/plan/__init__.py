@@ -7,8 +7,8 @@ In the order of reading: `setup` (what the recipe says), `memory` (the step, tra
 import sys
 from typing import Any
 
-from lightning_tricks._quote import say
-from lightning_tricks._writable import check_file
+from lightning_tricks._core.quote import say
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
 
 DEFAULT_MFU = 0.4  # of tuned runs on large clusters

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.flops import recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.commands.plan.memory import traced_memory
+from lightning_tricks.commands.plan.memory_trace import STEP, StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.memory_trace import STEP, StepMemory
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 

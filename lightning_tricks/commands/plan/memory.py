@@ -12,20 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import repeated_blocks
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks._core.tensors import local
 from lightning_tricks._trainer import is_a
 from lightning_tricks.accounting.memory import activation_bytes_per_token
-from lightning_tricks.commands.plan.setup import RunSetup
-from lightning_tricks.models import attention
-from lightning_tricks.optim import Muon, muon, schedule_free_parts
-from lightning_tricks.optim.bf16_step import BF16Step
-from lightning_tricks.optim.keep_settings_on_load import parts_of
-from lightning_tricks.parallel.dims import Mesh
-from lightning_tricks.parallel.fake_cluster import at_once, fake_world
-from lightning_tricks.parallel.layout import Traffic, traffic
-from lightning_tricks.parallel.memory_trace import (
+from lightning_tricks.commands.plan.fake_cluster import at_once, fake_world
+from lightning_tricks.commands.plan.memory_trace import (
     LINES,
     STEP,
     Lines,
@@ -34,6 +27,13 @@ from lightning_tricks.parallel.memory_trace import (
     nothing_compiled,
     trace_step,
 )
+from lightning_tricks.commands.plan.setup import RunSetup
+from lightning_tricks.models import attention
+from lightning_tricks.optim import Muon, muon, schedule_free_parts
+from lightning_tricks.optim.bf16_step import BF16Step
+from lightning_tricks.optim.keep_settings_on_load import parts_of
+from lightning_tricks.parallel.dims import Mesh
+from lightning_tricks.parallel.layout import Traffic, traffic
 from lightning_tricks.parallel.parallelize import parallelize
 from lightning_tricks.parallel.shard import local_bytes, to_meta
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._machine import host_bytes
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import host_bytes
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
 from lightning_tricks.accounting.gpus import GPU, GPUS, NETWORK_GBITS, find_gpu, link_of
 from lightning_tricks.accounting.memory import training_memory
 from lightning_tricks.accounting.peak_flops import measure_peak_flops
 from lightning_tricks.commands.plan import DEFAULT_MFU
 from lightning_tricks.commands.plan.changes import Change, changes_that_fit
+from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import (
     UNTRACEABLE,
     WholeModel,
@@ -25,15 +26,14 @@ from lightning_tricks.commands.plan.memory import (
     traces_of,
     whole_model,
 )
+from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.scaling import Links, StepTime, step_time
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
 from lightning_tricks.commands.plan.warnings import warnings_of
 from lightning_tricks.commands.schedule.plan import planned_tokens
 from lightning_tricks.optim.param_roles import param_roles
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.fake_cluster import at_once
 from lightning_tricks.parallel.layout import Traffic
-from lightning_tricks.parallel.memory_trace import StepMemory
 
 # What a process takes on a GPU beside its tensors: CUDA's context, cuBLAS' workspaces, NCCL's buffers. Assumed.
 GPU_OVERHEAD = int(1.5 * 2**30)

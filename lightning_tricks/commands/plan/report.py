@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.commands.plan.memory_trace import LINES
 from lightning_tricks.commands.plan.plan import SCALES, Plan, rule_of_thumb
-from lightning_tricks.parallel.memory_trace import LINES
 
 _AGREE = 0.05  # formula and trace are both shown where they differ by more
 _LEAST = 1e-3  # share of the largest instant below which a line is not shown

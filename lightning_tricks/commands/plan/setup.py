@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._machine import devices_here, named_devices
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import devices_here, named_devices
 from lightning_tricks._trainer import is_a, weights_layout
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.parallel.dims import ParallelDims

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import Recipe
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 if TYPE_CHECKING:  # it imports torch, which `compare` does without
     from lightning_tricks.commands.schedule.plan import Plan

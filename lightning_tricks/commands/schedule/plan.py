@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_tricks._accumulation import Accumulation
-from lightning_tricks._errors import UsageError
-from lightning_tricks._machine import devices_here, named_devices
+from lightning_tricks._core.accumulation import Accumulation
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import devices_here, named_devices
 from lightning_tricks._trainer import is_a, micro_batch, planned_data_ranks, steps_between_saves
 from lightning_tricks.commands.plan.setup import configure_on_meta
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup

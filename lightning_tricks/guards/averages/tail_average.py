@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.averages import MEAN
 from lightning_tricks.guards.averages.weight_average import WeightAverage
+
+__all__ = ["TailAverage"]
 
 _RUNNING = "running"
 

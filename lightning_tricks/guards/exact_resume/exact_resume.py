@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import (
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import (
     gather,
     random_state,
     save_random_states,
     saved_random_states,
     set_random_state_of,
 )
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
     data_rank,
@@ -35,6 +34,7 @@ from lightning_tricks._trainer import (
     set_consumed,
     within_step,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.guards.exact_resume.left_out import (
     catch_up,
     follow_accumulation,
@@ -53,6 +53,8 @@ from lightning_tricks.guards.exact_resume.loaders import (
     replayed,
 )
 from lightning_tricks.guards.exact_resume.order import describe, say, transfer
+
+__all__ = ["ExactResume"]
 
 _CANNOT_FOLLOW = (
     "it cannot be resumed in mid-epoch and starts again; give a DataLoader over a dataset that is no iterator, or a "

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._lightning import Module, Trainer, rank_zero_warn
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
     epoch_is_over,
     epoch_means,
@@ -30,6 +29,7 @@ from lightning_tricks._trainer import (
     set_callback_metrics,
     validation_follows,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, rank_zero_warn
 
 # Lightning's callbacks, and their subclasses, beside which a resume is another run: why, and what to do. The others are
 # exact, or leave training alone; docs/exact_resume.md has all of them.

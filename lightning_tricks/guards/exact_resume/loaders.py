@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_tricks import _random_state
-from lightning_tricks._random_state import own_randomness, seed_process
+from lightning_tricks._core import random_state as _random_state
+from lightning_tricks._core.random_state import own_randomness, seed_process
 from lightning_tricks._trainer import is_a
 from lightning_tricks.guards.exact_resume.order import (
     Order,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker
 
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 
 _torch_loop = worker._worker_loop
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._quote import say
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
     dismiss_process_observer,
@@ -35,11 +34,14 @@ from lightning_tricks._trainer import (
     slurm_environment,
     validation_follows,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.checkpoints.record import record_or_none
 from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place
 from lightning_tricks.guards.preemption.loader_workers import shielded_workers
 from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals, deadline, job_id, requeue
+
+__all__ = ["Preemption"]
 
 LAST = "last.ckpt"  # what Lightning's `ckpt_path="last"` and ours look for
 _CHILDREN_SECONDS = 30.0  # for the processes of Lightning's launcher to leave, after this one has

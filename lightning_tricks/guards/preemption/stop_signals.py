@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
-from lightning_tricks._process import process_age
+from lightning_tricks._host.process import process_age
 
 MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
 SECOND_CTRL_C_SECONDS = 1.0  # a launcher may hand on the SIGINT that a terminal has sent to all processes already

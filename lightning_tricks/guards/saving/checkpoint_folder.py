@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import identity, replaced_path
 from lightning_tricks.checkpoints.record import Record, record_or_none

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of every kind of batch and instance normalization
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
-from lightning_tricks._random_state import save_random_states, saved_random_states, set_random_state_of
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import save_random_states, saved_random_states, set_random_state_of
 from lightning_tricks._trainer import (
     batch_progress,
     epoch_end_follows,
@@ -30,6 +29,7 @@ from lightning_tricks._trainer import (
     unwrapped,
     validation_follows,
 )
+from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_or_none
 from lightning_tricks.guards.saving.checkpoint_folder import (
@@ -44,6 +44,8 @@ from lightning_tricks.guards.saving.checkpoint_folder import (
 from lightning_tricks.guards.saving.content import FreshScore, content, refusing_other_modules
 from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
+
+__all__ = ["SafeCheckpoint"]
 
 # What ModelCheckpoint shows of its checkpoints, on every rank.
 _SHOWN = (

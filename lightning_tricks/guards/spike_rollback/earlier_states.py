@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local, sharded_like
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks._trainer import enabled_scaler, reduce_over_all, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint

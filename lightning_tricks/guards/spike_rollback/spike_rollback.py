@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._refusals import refuse
-from lightning_tricks._samples import in_words as samples_in_words
-from lightning_tricks._samples import step_samples
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.samples import in_words as samples_in_words
+from lightning_tricks._trainer.samples import step_samples
 from lightning_tricks.guards.preemption.preemption import save
 from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
@@ -22,6 +22,8 @@ from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfg
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
+
+__all__ = ["SpikeRollback"]
 
 _LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
-from lightning_tricks._lightning import rank_zero_warn
-from lightning_tricks._samples import in_words
+from lightning_tricks._trainer.lightning import rank_zero_warn
+from lightning_tricks._trainer.samples import in_words
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import Part
 

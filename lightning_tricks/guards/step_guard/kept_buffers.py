@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._tensors import local
+from lightning_tricks._core.tensors import local
 
 
 class KeptBuffers:

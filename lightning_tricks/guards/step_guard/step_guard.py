@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._random_state import gather
-from lightning_tricks._refusals import refuse
-from lightning_tricks._replaced import replaced
-from lightning_tricks._samples import step_samples
-from lightning_tricks._tensors import where_read
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import gather
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.tensors import where_read
 from lightning_tricks._trainer import (
     logging_step,
     optimizer_index,
     run_facts,
     unwrapped,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.samples import step_samples
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.judging import Batch, Judgement, Names, SkippedSteps, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
@@ -33,6 +33,8 @@ from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.optim import skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
+
+__all__ = ["StepGuard"]
 
 
 def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManager[Any]:

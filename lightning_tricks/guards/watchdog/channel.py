@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from lightning_tricks._exit import call_before_exit
-from lightning_tricks._process import Process, this_process
-from lightning_tricks._quote import printable_lines
+from lightning_tricks._core.quote import printable_lines
+from lightning_tricks._host.exit import call_before_exit
+from lightning_tricks._host.process import Process, this_process
 from lightning_tricks._trainer import RunningCall
 
 CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0

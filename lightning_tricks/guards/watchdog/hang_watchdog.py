@@ -11,10 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._exit import Deadline, end_now
-from lightning_tricks._lightning import Module, Trainer, pl
-from lightning_tricks._process import Process, this_process
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.exit import Deadline, end_now
+from lightning_tricks._host.process import Process, this_process
 from lightning_tricks._trainer import (
     RunningCall,
     batch_progress,
@@ -28,7 +27,10 @@ from lightning_tricks._trainer import (
     running_place,
     stacks_of_threads,
 )
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.guards.watchdog.channel import Connection, answer_seconds, connect, first_line, say
+
+__all__ = ["HangWatchdog"]
 
 LOOK_SECONDS = 2.0  # between two looks, at most
 MISSES = 3  # looks in a row that fail before the watch ends

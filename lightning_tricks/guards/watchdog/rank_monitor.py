@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._exit import end_now, end_within
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.exit import end_now, end_within
 from lightning_tricks._trainer import RunningCall, is_a, launched_processes
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.guards.watchdog.channel import Connection, connect, say
+
+__all__ = ["RankMonitor"]
 
 CAUSE_SECONDS = 5.0  # how long a rank with a network error waits for the failure of another rank that explains it
 _MARK = "_of_rank_monitor"

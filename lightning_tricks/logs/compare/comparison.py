@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.compare.compared_run import (
     AXES,
     OUTCOMES,

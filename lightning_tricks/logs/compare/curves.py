@@ -5,7 +5,7 @@ A curve is that of a run, or the mean of a group; the limits show the ends of al
 
 import numpy as np
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.compare.compared_run import axis_text
 from lightning_tricks.logs.compare.comparison import Comparison
 from lightning_tricks.logs.page import Curve, limits, thinned

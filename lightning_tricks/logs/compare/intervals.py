@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 _BLOCKS = 10  # of the method of block means
 LEAST = 40  # rows: four a block

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._foreign_files import parse_json
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import parse_json
 from lightning_tricks.logs.compare.intervals import LEAST, Interval, block_means
 
 

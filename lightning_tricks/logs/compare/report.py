@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_tricks._quote import html_text, printable
+from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.logs import page as html
 from lightning_tricks.logs.compare.compared_run import axis_text
 from lightning_tricks.logs.compare.comparison import LEVEL, Comparison, Row

@@ -8,15 +8,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import Stopwatch, compilations_timed, fence, saves_timed
 from lightning_tricks.monitors.mfu.batch_flops import BatchFlops, contents_of, flops_of_batch, known_batch_flops
+
+__all__ = ["MFUMonitor"]
 
 _MOST_TRIES = 100  # micro-batches to wait for a first backward pass
 _COUNTS = ("_samples", "_positions", "_flops", "_recompute")

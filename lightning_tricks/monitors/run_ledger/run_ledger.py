@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_tricks._accumulation import accumulation
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._random_state import gather
-from lightning_tricks._samples import step_samples
+from lightning_tricks._core.accumulation import accumulation
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import gather
 from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.run_facts import RunFacts, enabled_scaler, run_facts
+from lightning_tricks._trainer.samples import step_samples
 from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -31,6 +31,8 @@ from lightning_tricks.monitors.run_ledger.sums import (
     step_sum,
     torch_random_sum,
 )
+
+__all__ = ["RunLedger"]
 
 _DONE = "_ledger/done"
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._tensors import local, tensors_in
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.tensors import local, tensors_in
 
 MODULUS = 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,10 +23,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._random_state import gather
-from lightning_tricks._replaced import replaced
-from lightning_tricks._suggest import did_you_mean
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import gather
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.models import Sampling
 from lightning_tricks.models.generate import ROW_MULTIPLE, continue_rows
 from lightning_tricks.outputs._text_model import TextModel

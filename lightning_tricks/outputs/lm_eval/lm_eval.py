@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import Module, Trainer, pl
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows
+
+__all__ = ["LMEval"]
 
 
 def harness() -> ModuleType:

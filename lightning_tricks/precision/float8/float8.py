@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info
-from lightning_tricks._refusals import refuse
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import trainer_of
+from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.float8 import layers as choosing
+
+__all__ = ["Float8"]
 
 Base = Literal["bf16-mixed", "bf16-true"]
 _LINEAR = "lightning_tricks.precision.float8.linear"

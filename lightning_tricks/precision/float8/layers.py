@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
 

@@ -22,8 +22,8 @@ from torchao.float8 import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import autocasts, matmul_dtype, sharded_like
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import autocasts, matmul_dtype, sharded_like
 
 # torchao does not export its class, but its public function returns an object of it
 _Base: Any = type(convert_to_float8_training(nn.Linear(16, 16, device="meta")))

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes
 from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import fsync_path, open_checksummed, write_file
 from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
+
+__all__ = ["consolidate_deepspeed"]
 
 TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 _NOWHERE = "unwritten"  # the folder that the engine is given, and that nobody makes

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
+from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
@@ -28,6 +28,8 @@ from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import (
 from lightning_tricks.strategies.deepspeed.settings import check_installed, load_deepspeed
 from lightning_tricks.strategies.verify_together import read_together, verify_together
 from lightning_tricks.strategies.write_folder import FolderWriter
+
+__all__ = ["DeepSpeedZeROStrategy"]
 
 
 class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):

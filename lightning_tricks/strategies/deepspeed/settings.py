@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._refusals import refuse
-from lightning_tricks._tensors import whole_numel
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.optim.limits import refuse_limits
 
 Stage = Literal[1, 2, 3]

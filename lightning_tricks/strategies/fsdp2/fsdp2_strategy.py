@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from lightning_tricks._activation_checkpointing import Mode, check_mode, keeps_input_only
-from lightning_tricks._errors import UsageError
-from lightning_tricks._lightning import pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._random_state import random_state, set_random_state
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.random_state import random_state, set_random_state
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
+from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -23,6 +22,7 @@ from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
+from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, keeps_input_only
 from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
 from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.parallel.context import Method, check_method
@@ -35,6 +35,8 @@ from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
 from lightning_tricks.strategies.fsdp2.waiting_gradients import Reduction, WaitingGradients
 from lightning_tricks.strategies.verify_together import check_together, verify_together, was_verified
 from lightning_tricks.strategies.write_folder import FolderWriter
+
+__all__ = ["FSDP2Strategy"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _CHANGES_RESULTS = ("trainer.plugins", "FSDP2Strategy.mesh", "FSDP2Strategy.cpu_offload")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.parallel.tensor import is_sharded
 

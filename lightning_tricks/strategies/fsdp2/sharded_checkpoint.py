@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import clean_name
-from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._trainer.lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS, KeyPath, by_index, open_checkpoint

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 Reduction = Literal["micro_batch", "step"]
 

@@ -5,7 +5,7 @@ Lightning reads the rank while it is imported, so this comes before.
 
 from collections.abc import Mapping
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 _NUMBERS = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT"),

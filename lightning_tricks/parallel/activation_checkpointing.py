@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 Mode = Literal["none", "cheap", "selective", "full"]
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._quote import (
+from lightning_tricks._core.quote import (
     error_line,
     html_text,
     markdown_block,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_tricks._quote import error_line, say
+from lightning_tricks._core.quote import error_line, say
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13

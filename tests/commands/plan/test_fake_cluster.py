@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.commands.plan.fake_cluster import fake_world, view_cluster, view_of_rank
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.fake_cluster import fake_world, view_cluster, view_of_rank
 from lightning_tricks.parallel.parallelize import ParallelOptions
 
 CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=4, d_ff=64, max_seq_len=32)

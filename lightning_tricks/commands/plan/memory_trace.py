@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_tricks._replaced import replaced
-from lightning_tricks._tensors import local, refuse_second_derivative
+from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.tensors import local, refuse_second_derivative
 from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
 from lightning_tricks.parallel.shard import materialize
 

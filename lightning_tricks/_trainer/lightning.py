@@ -10,8 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._quote import printable
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._tensors import tensors_in
+from lightning_tricks._core.tensors import tensors_in
 
 
 def values(batch: Any) -> list[list[float]]:

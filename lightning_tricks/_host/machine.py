@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 _MOST_DEVICES = 1024  # of one host
 

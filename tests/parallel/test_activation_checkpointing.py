@@ -13,7 +13,10 @@ import transformers as hf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tricks._activation_checkpointing import (
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks.models import GPT2, Decoder, Llama
+from lightning_tricks.parallel.activation_checkpointing import (
     ATTENTION_OPS,
     LINEAR_OPS,
     Mode,
@@ -21,9 +24,6 @@ from lightning_tricks._activation_checkpointing import (
     _without_cache,
     checkpoint_block,
 )
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import repeated_blocks
-from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
 CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2), "gpt2": GPT2(**SHAPE)}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.processes import run
 
-from lightning_tricks._random_state import (
+from lightning_tricks._core.random_state import (
     random_state,
     save_random_states,
     saved_random_states,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.run_facts import Layout, weights_layout
 
 

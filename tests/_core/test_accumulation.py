@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks._accumulation import Accumulation, MicroBatches, micro_batches_in_step
+from lightning_tricks._core.accumulation import Accumulation, MicroBatches, micro_batches_in_step
 
 PLAN = Accumulation((0, 3, 5), (1, 2, 4))
 PLANS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=4).map(

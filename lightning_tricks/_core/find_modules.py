@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = re.compile(rf"(?<![^.])(?:{'|'.join(_WRAPPED)})\.")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._import_path import find_modules_of_recipe, name_modules, without_current_folder
+from lightning_tricks._host.import_path import find_modules_of_recipe, name_modules, without_current_folder
 
 LIBRARY = os.path.dirname(os.__file__)
 # `python -m` itself imports these from the current folder, before the first line of any package: see SECURITY.md

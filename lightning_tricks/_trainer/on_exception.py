@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_tricks._lightning import rank_zero_warn
+from lightning_tricks._trainer.lightning import rank_zero_warn
 
 
 @contextmanager

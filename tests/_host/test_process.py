@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks import _process
-from lightning_tricks._process import process_age, start_ticks, this_process
+from lightning_tricks._host import process as _process
+from lightning_tricks._host.process import process_age, start_ticks, this_process
 from lightning_tricks.guards.preemption import stop_signals
 from lightning_tricks.monitors import goodput_monitor
 
@@ -27,7 +27,7 @@ def test_a_process_knows_its_age():
 def test_the_age_counts_from_the_start_of_the_process():
     code = (
         "import time; time.sleep(0.3)\n"
-        "from lightning_tricks._process import process_age\n"
+        "from lightning_tricks._host.process import process_age\n"
         "assert 0.3 < process_age() < 60, process_age()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

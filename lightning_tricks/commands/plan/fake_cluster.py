@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._tensors import local
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._errors import UsageError
+from lightning_tricks._core.errors import UsageError
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:

@@ -7,8 +7,8 @@ from harness.models import LLAMA
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_tricks._errors import UsageError
-from lightning_tricks._find_modules import find_blocks, match_modules, named_submodules, repeated_blocks
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import find_blocks, match_modules, named_submodules, repeated_blocks
 from lightning_tricks.models import Decoder
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from lightning_tricks._replaced import replaced
+from lightning_tricks._core.replaced import replaced
 
 
 class Owner:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_tricks import _exit
-from lightning_tricks._exit import Deadline, end_within
+from lightning_tricks._host import exit as _exit
+from lightning_tricks._host.exit import Deadline, end_within
 
 
 class Timer:

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from lightning_tricks import GPT2, Llama
-from lightning_tricks._find_modules import repeated_blocks
-from lightning_tricks.models import Decoder, attention
-from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
-from lightning_tricks.parallel.fake_cluster import at_once
-from lightning_tricks.parallel.memory_trace import (
+from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks.commands.plan.fake_cluster import at_once
+from lightning_tricks.commands.plan.memory_trace import (
     FORWARD,
     LAST,
     LOSS,
@@ -22,6 +20,8 @@ from lightning_tricks.parallel.memory_trace import (
     largest_of_each_instant,
     trace_step,
 )
+from lightning_tricks.models import Decoder, attention
+from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
 
 ROWS, LENGTH = 2, 16
 SMALL = {"vocab_size": 64, "d_model": 32, "n_heads": 2, "max_seq_len": LENGTH}
