@@ -104,8 +104,9 @@ def read_reference(root: Path, cards: Mapping[str, str]) -> Reference:
     stub = (root / PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
     pairs = re.findall(rf"^from {PACKAGE}\.(\S+) import (\w+) as", stub, re.M)
     found: dict[str, dict[str, Entry]] = {}
+    callbacks = _exported(package["callbacks"])
     for path, name in pairs:
-        page = path.split(".")[0]
+        page = "callbacks" if name in callbacks else path.split(".")[0]
         found.setdefault(page, {})[name] = Entry(name, PACKAGE, page, _find(package, path, name), card_of(name, cards))
     for page in sorted({*found, *_EXPORTS_ONLY} - _BY_MODULE.keys()):
         names = found.setdefault(page, {})

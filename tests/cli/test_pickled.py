@@ -77,9 +77,9 @@ def parts(trainer):
 
 
 class PicklesInFit(pl.Callback):
-    """Pickles the plugins, the loggers and the data module in mid-fit, when its loader has an iterator."""
+    """Pickles the plugins, the loggers and the data module between two batches, when its loader has an iterator."""
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_start(self, trainer, *_):
         back = pickle.loads(pickle.dumps(trainer.datamodule))
         assert back.trainer is None
         assert torch.equal(back.training_rows()[7]["labels"], trainer.datamodule.training_rows()[7]["labels"])
@@ -90,7 +90,7 @@ class PicklesInFit(pl.Callback):
         assert (again.asynchronous, again.on_commit, io.on_commit is None) == (io.asynchronous, None, False)
         self.pickled = True
 
-    on_validation_end = on_train_batch_end
+    on_validation_end = on_train_batch_start
 
 
 @pytest.mark.filterwarnings("ignore")
