@@ -94,7 +94,7 @@ def test_a_whole_text_counts_each_of_its_bytes_once_under_any_tokenizer(
 
 
 def set_up(data):
-    """Encode its text; where the library itself panics, as for some added words within a character, it is no example."""
+    """Encode its text; where the library itself panics, as for some added words in mid-character, it is no example."""
     try:
         data.setup()
     except BaseException as error:
