@@ -14,8 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_tricks"
 CALLBACKS = ("guards", "metrics.metric_buffer", "monitors", "outputs")  # modules, or packages of them
-STUB = '"""The public names: type checkers and editors read them here, and `__init__.py` finds their modules here."""\n'
-DOOR = '"""The public names of every callback: `monitors` watch, `guards` act, `outputs` write for people."""\n'
+STUB_DOCSTRING = (
+    '"""The public names: type checkers and editors read them here, and `__init__.py` finds their modules here."""\n'
+)
+CALLBACKS_DOCSTRING = (
+    '"""The public names of every callback: `monitors` watch, `guards` act, `outputs` write for people."""\n'
+)
 
 
 def public_names() -> dict[str, str]:
@@ -50,8 +54,8 @@ def texts() -> dict[Path, str]:
         name: module for name, module in names.items() if module.removeprefix("lightning_tricks.").startswith(CALLBACKS)
     }
     return {
-        PACKAGE / "__init__.pyi": f"{STUB}\n{_imports(names)}\n__version__: str\n",
-        PACKAGE / "callbacks/__init__.py": f"{DOOR}\n{_imports(of_callbacks)}",
+        PACKAGE / "__init__.pyi": f"{STUB_DOCSTRING}\n{_imports(names)}\n__version__: str\n",
+        PACKAGE / "callbacks/__init__.py": f"{CALLBACKS_DOCSTRING}\n{_imports(of_callbacks)}",
     }
 
 

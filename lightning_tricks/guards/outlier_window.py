@@ -18,7 +18,7 @@ class OutlierWindow:
     operations on the device.
 
     Args:
-        ratios: of each signal: so many times the window's largest value must an outlier exceed as well; 0 for none.
+        ratios: of each signal: an outlier also exceeds this multiple of the window's largest value; 0 for none.
         size: steps in the window.
         active_after: accepted steps before finite values can be outliers.
         sigmas: standard deviations above the mean at which an outlier begins.

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.callbacks import GradNormMonitor
+from lightning_tricks.callbacks import GradNormMonitor, StepGuard
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.parallel.activation_checkpointing import checkpoint_block
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.shard import largest_group
-from lightning_tricks.precision import BF16Mixed
+from lightning_tricks.precision import BF16Mixed, BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 
 
@@ -118,6 +118,28 @@ def foreign_in_two(rank: int, expected: dict) -> None:
             assert all(
                 isinstance(s, DTensor) for v in state.values() for s in v.values() if torch.is_tensor(s) and s.ndim
             )
+
+    the_norm_changes_no_clip(rank)
+
+
+def the_norm_changes_no_clip(rank: int) -> None:
+    """FSDP2's clip of bf16 gradients is the same to the bit whoever asks for the norm."""
+    trained = []
+    for callbacks in ([], [GradNormMonitor()], [StepGuard(), GradNormMonitor()]):
+        model = Encoder()
+        fit(
+            model,
+            FSDP2Strategy(),
+            2,
+            rows(rank, 2),
+            *callbacks,
+            plugins=[BF16True()],
+            max_steps=3,
+            gradient_clip_val=0.01,
+        )
+        trained.append(whole(model))
+    for other in trained[1:]:
+        assert all(torch.equal(weight, other[name]) for name, weight in trained[0].items())
 
 
 def test_foreign_modules_train_as_in_one_process():

@@ -207,10 +207,7 @@ class Connection(threading.Thread):
                     self._sock.shutdown(socket.SHUT_RDWR)
         if self.hub is not None:
             self.hub.close()
-        for thread, seconds in (
-            (self, 1.0),
-            (self.hub, 5.0),
-        ):  # the hub's goodbyes must be out before this process ends
+        for thread, seconds in ((self, 1.0), (self.hub, 5.0)):  # its goodbyes must be out before this process ends
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(seconds)
 
