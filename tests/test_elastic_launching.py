@@ -144,9 +144,8 @@ def came(store: TCPStore) -> int:
 
 def four_two_four(job: Job) -> None:
     """The store is in this process. The torchruns that come first ask for four, so that the first start has four."""
-    port = free_port()
-    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    operator = Operator(job, port)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    operator = Operator(job, store.port)
     for host in (2, 3):
         operator.start(host, "4:4")
     operator.wait_until(lambda: came(store) == 2)

@@ -140,7 +140,7 @@ def lightning(job: Job, devices: int, *overrides: str, **options: Any) -> None:
 
 def slurm(job: Job, devices: int, *overrides: str, ranks: tuple[int, ...] | None = None, **options: Any) -> None:
     """What srun sets, for each task of one node; Lightning takes the port from the job's id."""
-    while (port := free_port()) >= 25_000:
+    while (port := free_port()) >= 25_000:  # they begin at 15,000, as Lightning's do
         pass
     for rank in ranks or range(devices):
         env = {

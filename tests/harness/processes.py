@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +33,25 @@ LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "N
 AHEAD = 3  # runs that go on beside the one that is waited for
 
 
+GIVEN: set[int] = set()  # ports that this process has been told
+
+
 def free_port() -> int:
-    """A port that nobody listens on, below those that a system hands out by itself: none takes it in the meantime."""
+    """A port at which nobody listens, on any address, and which no other test of this session is told.
+
+    It lies below those that a system hands out by itself, wherever these begin, so that none takes it in the meantime.
+    """
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    above = int(handed_out.read_text().split()[0]) if handed_out.exists() else 32_768
+    worker, workers = (
+        int(os.environ.get(f"PYTEST_XDIST_{name}", "").lstrip("gw") or 0) for name in ("WORKER", "WORKER_COUNT")
+    )
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
+        port = random.SystemRandom().randrange(15_000, max(above, 16_000))
+        if port in GIVEN or (workers and port % workers != worker):
+            continue
+        with contextlib.suppress(OSError), socket.create_server(("", port), family=socket.AF_INET):
+            GIVEN.add(port)
             return port
 
 
