@@ -25,7 +25,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.inside import check_run_folder
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
+from lightning_tricks.strategies.consolidate_deepspeed import read_layout
 
 _calls = itertools.count()
 _CHOICE = "LIGHTNING_TRICKS_CHOICE"  # environment variable: the choice of rank 0, for ranks that Lightning starts

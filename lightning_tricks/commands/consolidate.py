@@ -9,7 +9,7 @@ from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed
+from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
 
 
 def run(args: list[str]) -> None:

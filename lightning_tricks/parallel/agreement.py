@@ -1,9 +1,11 @@
-"""An action that fails on one rank fails on all of them, with the same kind of error, so that none waits for ever."""
+"""Ranks that agree: what fails on one fails on all, so that none waits for ever; and rank 0's values are everyone's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 
@@ -72,3 +74,28 @@ def raise_together(failures: dict[int, _Failure], own: Exception | None, group: 
     if failure.kind is OSError:
         raise OSError(text) if failure.errno is None else OSError(failure.errno, text)
     raise RuntimeError(text)
+
+
+def broadcast(tensors: Iterable[Tensor], device: torch.device, group: Any = None) -> None:
+    """Give tensors on any device rank 0's values, in place; every rank must call.
+
+    A process group sends memory as it lies, so a tensor that is not dense goes as a contiguous copy. A tensor that has
+    rank 0's values already is not written: whoever watches the writes to it (`Tensor._version`) is told of none.
+
+    Args:
+        tensors: parameters, buffers or others, of the same shapes on all ranks; expanded ones have equal values along
+            the expanded dimensions on rank 0.
+        device: one on which the process group communicates.
+        group: the process group, whose first rank has the values; None for the default one.
+    """
+    if dist.get_world_size(group) > 1:
+        for tensor in tensors:
+            own = tensor.detach()
+            there = own.to(device).contiguous()
+            dist.broadcast(there, group=group, group_src=0)
+            if torch.equal(own, there.to(own.device)):
+                continue
+            if 0 in own.stride():  # expanded: elements that share memory are written once
+                once = tuple(slice(1) if stride == 0 else slice(None) for stride in own.stride())
+                own, there = own[once], there[once]
+            own.copy_(there)

@@ -29,8 +29,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import bound_to_buffers
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.tensors import local
-from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.parallel.broadcast import broadcast
+from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 
 
 def shard_module(

@@ -23,6 +23,7 @@ import pytest
 import torch
 from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import processes, runs
+from lightning_tricks.strategies.deepspeed import settings as loading
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,9 +42,8 @@ from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
-from lightning_tricks.strategies.deepspeed import settings as loading
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
-from lightning_tricks.strategies.deepspeed.settings import (
+from lightning_tricks.strategies.consolidate_deepspeed import read_layout
+from lightning_tricks.strategies.deepspeed_zero_strategy import (
     differing_weights,
     fitting_sizes,
     load_deepspeed,

@@ -12,7 +12,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 from lightning_tricks.commands.plan.fake_cluster import fake_world
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.strategies.fsdp2.waiting_gradients import WaitingGradients, _groups
+from lightning_tricks.strategies.fsdp2.backward_passes import WaitingGradients, _groups
 
 
 def train(module, **options):

@@ -23,18 +23,15 @@ from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, keeps_input_only
-from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.parallel.broadcast import broadcast
+from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 from lightning_tricks.parallel.context import Method, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
+from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together, was_verified
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
-from lightning_tricks.strategies.fsdp2.manual_optimization import GatherOnCall
-from lightning_tricks.strategies.fsdp2.waiting_gradients import Reduction, WaitingGradients
-from lightning_tricks.strategies.verify_together import check_together, verify_together, was_verified
-from lightning_tricks.strategies.write_folder import FolderWriter
+from lightning_tricks.strategies.fsdp2.backward_passes import GatherOnCall, Reduction, WaitingGradients
 
 __all__ = ["FSDP2Strategy"]
 

@@ -22,23 +22,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-import lightning_tricks.strategies.verify_together as verify_together_module
+import lightning_tricks.strategies.checkpoint_folder as verify_together_module
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record, record_of
 from lightning_tricks.checkpoints.write_file import ChecksummedFile
-from lightning_tricks.parallel.agreement import on_all_ranks, on_rank_0
-from lightning_tricks.parallel.broadcast import broadcast
+from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 from lightning_tricks.strategies import DeepSpeedZeROStrategy
+from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together
 from lightning_tricks.strategies.fsdp2.sharded_checkpoint import (
     load_optimizers,
     shards_to_save,
     state_by_name,
     write_shards,
 )
-from lightning_tricks.strategies.verify_together import check_together, verify_together
-from lightning_tricks.strategies.write_folder import FolderWriter
 
 FLIPS = 20
 WIDTH = 32

@@ -7,7 +7,9 @@ rank fails, or waits for one that did, while the engine communicates; then all r
 import contextlib
 import io
 import shutil
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +21,10 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes
 from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import fsync_path, open_checksummed, write_file
-from lightning_tricks.strategies.deepspeed.settings import load_deepspeed
 
 __all__ = ["consolidate_deepspeed"]
 
+INSTALL = "pip install setuptools wheel && DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19.8'"
 TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 _NOWHERE = "unwritten"  # the folder that the engine is given, and that nobody makes
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
@@ -50,6 +52,28 @@ _DEEPSPEED_KEYS = [
     "parallel_dims",
 ]
 _LIGHTNING_KEYS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
+
+
+def check_installed() -> None:
+    """Refuse to go on without the package; it is not imported."""
+    if "deepspeed" not in sys.modules and find_spec("deepspeed") is None:
+        raise UsageError(f"strategy: DeepSpeedZeROStrategy needs deepspeed: {INSTALL}")
+
+
+def load_deepspeed() -> Any:
+    """The package `deepspeed`, unless it is missing or does not import here."""
+    check_installed()
+    try:
+        import deepspeed
+    except Exception as error:  # it probes compilers and devices while it is imported
+        raise UsageError(
+            f"strategy: deepspeed is installed but does not import ({_first_line(error)}): {INSTALL} --force-reinstall"
+        ) from error
+    return deepspeed
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class Layout(NamedTuple):

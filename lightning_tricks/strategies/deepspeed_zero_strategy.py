@@ -2,34 +2,40 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import configured_optimizers, is_accumulating
+from lightning_tricks._core.tensors import whole_numel
+from lightning_tricks._trainer import configured_optimizers, is_a, is_accumulating
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.record import record_of
-from lightning_tricks.parallel.broadcast import broadcast
-from lightning_tricks.strategies.deepspeed import settings
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import (
+from lightning_tricks.optim.limits import refuse_limits
+from lightning_tricks.parallel.agreement import broadcast
+from lightning_tricks.strategies.checkpoint_folder import FolderWriter, read_together, verify_together
+from lightning_tricks.strategies.consolidate_deepspeed import (
     Layout,
+    check_installed,
+    load_deepspeed,
     read_layout,
     read_weights,
     states_to_save,
     write_states,
 )
-from lightning_tricks.strategies.deepspeed.settings import check_installed, load_deepspeed
-from lightning_tricks.strategies.verify_together import read_together, verify_together
-from lightning_tricks.strategies.write_folder import FolderWriter
 
 __all__ = ["DeepSpeedZeROStrategy"]
+
+Stage = Literal[1, 2, 3]
+_MAX_BUCKET = 200_000_000  # elements of a buffer, Lightning's default
+_MAX_PERSISTENT = 100_000  # elements, DeepSpeed's default for the size below which stage 3 does not shard
 
 
 class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
@@ -65,14 +71,14 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
 
     def __init__(
         self,
-        stage: settings.Stage = 3,
+        stage: Stage = 3,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         timeout_seconds: float = 1800.0,
     ) -> None:
         # Lightning's own constructor imports deepspeed, but a recipe can be read where it is missing
         super(pl.strategies.DeepSpeedStrategy, self).__init__()
-        self.config = settings.zero_config(stage, offload_optimizer, offload_parameters)
+        self.config = zero_config(stage, offload_optimizer, offload_parameters)
         self._config_initialized = False
         self._timeout = timedelta(seconds=timeout_seconds)
         self.remote_device, self.load_full_weights, self.exclude_frozen_parameters = None, False, False
@@ -92,13 +98,13 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a run without deepspeed, or with what it does not support, before any process is started."""
         check_installed()
-        settings.refuse_settings(self, trainer)
+        refuse_settings(self, trainer)
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, then join the process group."""
         assert self.lightning_module is not None
-        settings.refuse_settings(self, self.lightning_module.trainer)
-        settings.refuse_accelerator(self)
+        refuse_settings(self, self.lightning_module.trainer)
+        refuse_accelerator(self)
         load_deepspeed().utils.logging.logger.setLevel(logging.WARNING)
         super(pl.strategies.DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses a CPU here
 
@@ -130,7 +136,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         assert self.lightning_module is not None
         assert isinstance(self.config, dict)
         self._init_config_if_needed()
-        self.config["zero_optimization"] |= settings.fitting_sizes(self.lightning_module)
+        self.config["zero_optimization"] |= fitting_sizes(self.lightning_module)
         if "bf16" in self.config:
             self.config["communication_data_type"] = "fp32"
             if self.stage > 1:  # at stage 1 it brings an optimizer whose checkpoints DeepSpeed cannot convert
@@ -157,7 +163,7 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     def _init_optimizers(self) -> Any:
         module: Any = self.lightning_module
         optimizers, schedulers = configured_optimizers(module)
-        settings.refuse_optimizers(module, optimizers, schedulers)
+        refuse_optimizers(module, optimizers, schedulers)
         return optimizers[0], schedulers[0] if schedulers else None
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
@@ -287,10 +293,99 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         # DeepSpeed's own way fails at stage 3 without an optimizer, and knows one number of processes only
         plain = read_weights(layout) if self.is_global_zero else {"state_dict": {}}
         compares = module.strict_loading and self.is_global_zero
-        wrong = self.broadcast(settings.differing_weights(module, plain["state_dict"]) if compares else None)
+        wrong = self.broadcast(differing_weights(module, plain["state_dict"]) if compares else None)
         if wrong:
             raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
         self._restore_zero_state(plain, strict=module.strict_loading)
         tensors = [*module.parameters(), *module.buffers()]  # DeepSpeed has given those with `ds_id` what rank 0 loaded
         broadcast((tensor for tensor in tensors if not hasattr(tensor, "ds_id")), self.root_device)
         return self.broadcast({key: value for key, value in plain.items() if key != "state_dict"})
+
+
+def zero_config(stage: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
+    """DeepSpeed's settings, without the sizes that depend on the model."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own for the host is compiled; torch's fused one is there already
+        "train_micro_batch_size_per_gpu": 1,  # only a rate of samples that DeepSpeed reports depends on it
+    }
+
+
+def fitting_sizes(module: nn.Module) -> dict[str, int]:
+    """Sizes that fit the model: buffers of a sixteenth of it at most; stage 3 keeps vectors (norms, biases) whole."""
+    sizes = [(whole_numel(p), len(getattr(p, "ds_shape", p.shape))) for p in module.parameters()]
+    bucket = min(_MAX_BUCKET, max(sum(numel for numel, _ in sizes) // 16, 16_384))
+    vectors = max((numel for numel, dim in sizes if dim < 2), default=0)
+    return {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": min(bucket, 50_000_000),
+        "stage3_param_persistence_threshold": min(vectors, _MAX_PERSISTENT),
+    }
+
+
+def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
+    """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
+    own = module.state_dict(keep_vars=True)
+    for name in [*own, *(name for name in weights if name not in own)]:
+        if name not in weights or name not in own:
+            return f"'{name}' is only in the {'module' if name in own else 'checkpoint'}"
+        here, there = _shape(own[name]), _shape(weights[name])
+        if here != there:
+            return f"'{name}' has shape {here} here and {there} there"
+    return None
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "ds_shape", getattr(value, "shape", None))
+    return "none" if shape is None else str(tuple(shape))
+
+
+def refuse_settings(strategy: Any, trainer: Any) -> None:
+    """Refuse options, a device, a precision, a plugin or a clip that DeepSpeed does not support."""
+    if strategy.stage not in get_args(Stage):
+        raise UsageError(f"stage={strategy.stage!r}: give 1, 2 or 3")
+    if strategy.offload_parameters and strategy.stage != 3:
+        raise UsageError(
+            f"offload_parameters=True with stage={strategy.stage}, which keeps weights whole: set stage to 3"
+        )
+    plugin, device = strategy.precision_plugin, strategy.root_device.type
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"trainer.accelerator={device}: DeepSpeedZeROStrategy runs on cuda and cpu; use FSDP2Strategy")
+    if not is_a(plugin, "DeepSpeedPrecision"):
+        refuse("a precision plugin", strategy, f"plugins: {type(plugin).__name__}")
+    if plugin.precision.startswith("16") and device == "cpu":
+        raise UsageError(
+            f"trainer.precision={plugin.precision} on a CPU: DeepSpeed has fp16 on GPUs only; set bf16-mixed"
+        )
+    if trainer.gradient_clip_algorithm == "value" and trainer.gradient_clip_val:
+        raise UsageError(
+            "gradient_clip_algorithm=value: DeepSpeed clips by norm only; set it to norm, or use FSDP2Strategy"
+        )
+
+
+def refuse_accelerator(strategy: Any) -> None:
+    """Refuse a device that is not DeepSpeed's own choice, or its absence."""
+    device = strategy.root_device.type
+    chosen = load_deepspeed().accelerator.get_accelerator().device_name()
+    if chosen != device:
+        raise UsageError(
+            f"trainer.accelerator={device}, but DeepSpeed has chosen {chosen}: set the environment variable "
+            f"DS_ACCELERATOR={device}"
+        )
+
+
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Refuse several optimizers or none, several schedulers, and an optimizer that needs the parameters' shapes."""
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise UsageError(
+            f"{type(module).__name__}.configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)} "
+            "schedulers, DeepSpeed takes one optimizer and at most one scheduler: join them, or use FSDP2Strategy"
+        )
+    refuse_limits(optimizers[0], "flat parameters")

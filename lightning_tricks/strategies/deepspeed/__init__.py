@@ -1,1 +1,0 @@
-"""DeepSpeed's ZeRO for any LightningModule, and its checkpoints as one file."""
