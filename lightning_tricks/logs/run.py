@@ -276,7 +276,8 @@ def _data_ranks(trainer: Any, world: int | None) -> int | None:
             return None
         world = devices * nodes
     mesh = _at(trainer, "strategy", "init_args", "mesh")
-    return world // math.prod(size for axis in ("tensor", "context") if _is_count(size := _at(mesh, axis)))
+    same_rows = mesh.keys() - {"replicate", "shard", "expert"} if isinstance(mesh, dict) else ()
+    return world // math.prod(mesh[axis] for axis in same_rows if _is_count(mesh[axis]))
 
 
 def _is_count(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Sizes of a mesh by name, and which ranks share data, loss and weights; `Mesh` makes their process groups."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property
@@ -13,6 +14,10 @@ from lightning_tricks._core.errors import UsageError
 
 __all__ = ["ParallelDims"]
 
+# the axes of the world from outside to inside: the ranks of the last one are neighbours, on the fastest links
+_ORDER = ("replicate", "shard", "context", "tensor")
+_OWN_ROWS = ("replicate", "shard")  # ranks that differ along these have rows of their own
+_OWN_TOKENS = ("replicate", "shard", "context")  # and along these tokens of their own
 _LATER = ("pipeline", "expert")
 
 
@@ -20,8 +25,8 @@ _LATER = ("pipeline", "expert")
 class ParallelDims:
     """Into how many parts each axis of the work is divided; the product is the number of processes.
 
-    Ranks count through the last axis first: tensor ranks are neighbours, on the fastest links; replicas are farthest
-    apart. `rank = ((replicate * shards + shard) * contexts + context) * tensors + tensor`.
+    Ranks count through the innermost axis first: tensor ranks are neighbours, on the fastest links; replicas are
+    farthest apart. `rank = ((replicate * shards + shard) * contexts + context) * tensors + tensor`.
 
     Args:
         replicate: model replicas (HSDP); gradients are averaged between them.
@@ -60,11 +65,11 @@ class ParallelDims:
         Raises:
             UsageError: the sizes do not multiply to `world`.
         """
-        given = self.replicate * self.context * self.tensor
+        given = math.prod(size for axis, size in self.sizes.items() if axis != "shard")
         shard = world // given if self.shard == -1 else self.shard
         if shard < 1 or given * shard != world:
-            sizes = [(axis.name, getattr(self, axis.name)) for axis in fields(self) if axis.name not in _LATER]
-            named = " x ".join(f"{name} {size}" for name, size in sizes if size != 1 and (name, size) != ("shard", -1))
+            sizes = {axis: size for axis, size in self.sizes.items() if size != 1 and (axis, size) != ("shard", -1)}
+            named = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             verb = "does not divide" if self.shard == -1 else "does not make"
             raise UsageError(
                 f"mesh: {named or 'shard 1'} {verb} the {world} devices: the sizes must multiply to num_nodes x devices"
@@ -72,40 +77,53 @@ class ParallelDims:
         return replace(self, shard=shard)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, from outside to inside."""
+        return {axis: getattr(self, axis) for axis in _ORDER}
+
+    @property
     def world(self) -> int:
         """Number of processes."""
-        return self.replicate * self.shard * self.context * self.tensor
+        return math.prod(self.sizes.values())
 
     @property
     def data_ranks(self) -> int:
         """Number of processes that see different rows."""
-        return self.replicate * self.shard
+        return math.prod(self.sizes[axis] for axis in _OWN_ROWS)
 
     @property
     def loss_ranks(self) -> int:
         """Number of processes that see different tokens: over these a loss is averaged, and so are gradients."""
-        return self.data_ranks * self.context
+        return math.prod(self.sizes[axis] for axis in _OWN_TOKENS)
+
+    def stride(self, axis: str) -> int:
+        """How far two neighbours of an axis are apart in the world."""
+        inside = _ORDER[_ORDER.index(axis) + 1 :]
+        return math.prod(self.sizes[other] for other in inside)
+
+    def group(self, axis: str) -> tuple[int, int]:
+        """Number of ranks that send along an axis, and their stride; weights are divided over context ranks too."""
+        context = self.context if axis == "shard" else 1
+        return self.sizes[axis] * context, self.stride(axis) // context
+
+    def place(self, rank: int, *axes: str) -> int:
+        """Place of a process among those that differ from it along `axes` alone, given from outside to inside."""
+        place = 0
+        for axis in axes:
+            place = place * self.sizes[axis] + rank // self.stride(axis) % self.sizes[axis]
+        return place
 
     def data_rank(self, rank: int) -> int:
         """Place of a process among the `data_ranks`; its neighbours along context and tensor have the same rows."""
-        return rank // (self.context * self.tensor)
-
-    def context_rank(self, rank: int) -> int:
-        """Place of a process among those that have parts of the same rows."""
-        return rank // self.tensor % self.context
-
-    def tensor_rank(self, rank: int) -> int:
-        """Place of a process among those that have parts of the same matrices."""
-        return rank % self.tensor
+        return self.place(rank, *_OWN_ROWS)
 
     def random_rank(self, rank: int) -> int:
         """Process whose random numbers a process draws: tensor ranks have the same activations, and drop the same."""
-        return rank - self.tensor_rank(rank)
+        return rank - self.place(rank, "tensor") * self.stride("tensor")
 
     def __str__(self) -> str:
         """Such as `replicate 2 x shard 4 x tensor 2`; axes of one part are left out, but for the shards."""
-        sizes = {name: getattr(self, name) for name in ("replicate", "shard", "context", "tensor")}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1 or name == "shard")
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1 or axis == "shard")
 
 
 @dataclass(frozen=True)
@@ -134,13 +152,12 @@ class Mesh:
             device: type of device on which the ranks communicate, such as "cuda".
             timeout: how long a rank waits for the others of a group; None: torch's default.
         """
-        ranks = torch.arange(dims.world, device="cpu").view(dims.replicate, dims.shard, dims.context, dims.tensor)
         sizes = {"replicate": dims.replicate, "shard": dims.shard * dims.context}
         if dims.tensor > 1:
             sizes["tensor"] = dims.tensor
         device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        loss = _own_group(ranks.flatten(0, 2).mT) if dims.tensor > 1 else None
-        context = _own_group(ranks.mT.reshape(-1, dims.context)) if dims.context > 1 else None
+        loss = _own_group(dims, *_OWN_TOKENS) if dims.loss_ranks < dims.world else None
+        context = _own_group(dims, "context") if dims.context > 1 else None
         if timeout is not None:  # torch gives it to the default group only
             for group in (*device_mesh.get_all_groups(), loss, context):
                 if group is not None:
@@ -158,6 +175,9 @@ class Mesh:
         return self.device_mesh["tensor"]
 
 
-def _own_group(ranks: torch.Tensor) -> Any:
-    """Make a group of each row of `ranks`, and give that of this rank."""
-    return dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+def _own_group(dims: ParallelDims, *axes: str) -> Any:
+    """The process group of the ranks that differ from this one along `axes` alone; every rank must call."""
+    ranks = torch.arange(dims.world, device="cpu").view(*dims.sizes.values())
+    order = sorted(range(len(_ORDER)), key=lambda number: _ORDER[number] in axes)  # the group's own axes last
+    rows = ranks.permute(order).reshape(-1, math.prod(dims.sizes[axis] for axis in axes))
+    return dist.new_subgroups_by_enumeration(rows.tolist())[0]

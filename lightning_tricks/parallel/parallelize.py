@@ -1,19 +1,32 @@
-"""Turn a module into its parts on a mesh, in the one right order: precision, tensor, context, blocks, shards."""
+"""Turn a module into its parts on a mesh, in the one right order: precision, tensor, context, blocks, shards.
+
+`traffic` counts what the ranks of each axis then send, and `layout_table` tells it all in the log.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import match_modules, repeated_blocks
-from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block
+from lightning_tricks._core.tensors import local
+from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.shard import largest_group, refuse_unshardable, shard_module
-from lightning_tricks.parallel.tensor import check_divisible, check_plan, divide, divides_sequences, named_by, plan_of
+from lightning_tricks.parallel.shard import largest_group, local_bytes, refuse_unshardable, shard_module
+from lightning_tricks.parallel.tensor import (
+    activations_sent,
+    check_divisible,
+    check_plan,
+    divide,
+    divides_sequences,
+    named_by,
+    plan_of,
+)
 
 
 @dataclass(frozen=True)
@@ -139,3 +152,130 @@ def _with_context(module: nn.Module) -> list[Any]:
             "set_context_parallel(context), or leave mesh.context at 1"
         )
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of one axis send to each other.
+
+    Attributes:
+        axis: of the mesh.
+        ranks: number of processes of a group.
+        gathered: bytes of the whole tensors that are gathered in a micro-batch, each time counted.
+        reduced: bytes of those that are reduced.
+        per_token: bytes that are gathered or reduced for each token of a micro-batch, forward and backward; ranks wait
+            for them in the middle of a block, while the rest is sent beside the computation.
+        line: the same in words.
+    """
+
+    axis: str
+    ranks: int
+    gathered: int = 0
+    reduced: int = 0
+    per_token: float = 0.0
+    line: str = ""
+
+    def bytes(self, tokens: int) -> float:
+        """Bytes that a rank gets from the others in a micro-batch of so many tokens of its own."""
+        return (self.gathered + self.reduced + self.per_token * tokens) * (self.ranks - 1) / self.ranks
+
+
+def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[Traffic]:
+    """What a rank gathers and reduces in each micro-batch, for each axis.
+
+    Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
+    Those of context ranks come from modules with a method `sent_between_context_ranks`; 0 where none has.
+    Blocks that run again in the backward pass send theirs again.
+
+    Args:
+        dims: sizes of the mesh.
+        plan: over the tensor ranks.
+        options: of `parallelize`.
+        module: after it.
+    """
+    weights, gradients = _gathered_bytes(dims, options.policy, module)
+    size = (options.policy.param_dtype or next(module.parameters()).dtype).itemsize  # of an activation's element
+    shards, _ = dims.group("shard")
+    found = []
+    if shards > 1:
+        times = 2 if options.reshard_after_forward else 1
+        line = f"{shards} shards a micro-batch: gathers {times} x {_mib(weights)} of weights, reduces {_mib(gradients)}"
+        found.append(Traffic("shard", shards, times * weights, gradients, line=f"{line} of gradients"))
+    if dims.replicate > 1:
+        # a ring sends a part of the sum twice: on its way to one rank, and from there to all
+        part = gradients // shards
+        line = f"{dims.replicate} replicas: reduces {_mib(part)} of gradients"
+        found.append(Traffic("replicate", dims.replicate, part, part, line=line))
+    if dims.tensor > 1:
+        a_token = activations_sent(module, plan) * size
+        line = f"{dims.tensor} tensor ranks a token: {_kib(a_token)} of activations and their gradients"
+        found.append(Traffic("tensor", dims.tensor, per_token=a_token, line=line))
+    if dims.context > 1:
+        a_token = _between_parts(dims, options, module) * size
+        what = {"gather": "keys and values", "ulysses": "queries, keys, values and outputs"}[options.context_method]
+        count = f"{_kib(a_token)} a token, " if a_token else ""
+        line = f"{dims.context} context ranks: {count}{what} of each row, and their gradients"
+        found.append(Traffic("context", dims.context, per_token=a_token, line=line))
+    return found
+
+
+def _between_parts(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> int:
+    """Elements that context ranks send for a token of theirs, forward and backward."""
+    again = {part for block in module.modules() if mode_of(block) != "none" for part in block.modules()}
+    total = 0
+    for part in module.modules():
+        if callable(sent := getattr(part, "sent_between_context_ranks", None)):
+            total += (3 if part in again else 2) * sent(options.context_method, dims.context, dims.tensor)
+    return total
+
+
+def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn.Module) -> tuple[int, int]:
+    """Bytes of all parameters that one replica's shards gather, and reduce, on this rank's part of the matrices."""
+    gathered, reduced, (shards, _) = 0, 0, dims.group("shard")
+    for parameter in module.parameters():
+        if parameter.ndim == 0:
+            continue
+        shard = local(parameter)
+        dtype = torch.float8_e4m3fn if hasattr(shard, "fsdp_pre_all_gather") else policy.param_dtype
+        gathered += shard.numel() * shards * (dtype or parameter.dtype).itemsize
+        reduced += shard.numel() * shards * (policy.reduce_dtype or policy.param_dtype or parameter.dtype).itemsize
+    return gathered, reduced
+
+
+def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module) -> str:
+    """The lines that tell how `module` was divided, as rank 0 sees it.
+
+    Args:
+        dims: sizes of the mesh.
+        made: what `parallelize` returned.
+        options: that it was given.
+        module: after it.
+    """
+    names, scalars = list(made.blocks), [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    few = names if len(names) < 3 else [names[0], "...", names[-1]]
+    share = made.gathered / max(made.elements, 1)
+    same_rows = dims.world // dims.data_ranks
+    rows = f"rows of {dims.data_ranks:,} data ranks" + (f", {same_rows} processes each" if same_rows > 1 else "")
+    lines = [
+        ("blocks", f"{len(names):,}: {', '.join(few)}" if names else "none"),
+        ("parameters", f"{made.elements:,}, of which at most {share:.1%} are gathered at a time"),
+        ("a rank has", f"{_mib(local_bytes(module))} of weights; {rows}"),
+    ]
+    if scalars:
+        lines.append(("scalars", f"{len(scalars):,}, whole on every rank: {', '.join(scalars[:3])}"))
+    if dims.tensor > 1:
+        rows_too = ", and the rows between them" if made.sequence_parallel else ""
+        lines.append(("tensor", f"{len(made.plan)} entries of the plan divide matrices{rows_too}"))
+    if dims.context > 1:
+        lines.append(("context", f"each rank has 1/{dims.context} of each row; {options.context_method}"))
+    lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module)]
+    return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in lines)])
+
+
+def _kib(size: float) -> str:
+    return f"{size / 2**10:,.2f} KiB"
+
+
+def _mib(size: float) -> str:
+    unit, name = (2**30, "GiB") if size >= 10 * 2**30 else (2**20, "MiB")
+    return f"{size / unit:,.2f} {name}"

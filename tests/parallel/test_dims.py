@@ -16,7 +16,7 @@ def test_the_shards_take_the_processes_that_are_left():
 
 
 def test_tensor_ranks_are_neighbours_and_share_their_rows_with_the_context_ranks():
-    places = [(CLUSTER.data_rank(r), CLUSTER.context_rank(r), CLUSTER.tensor_rank(r)) for r in range(64)]
+    places = [(CLUSTER.data_rank(r), CLUSTER.place(r, "context"), CLUSTER.place(r, "tensor")) for r in range(64)]
     assert places[:9] == [*((0, 0, t) for t in range(4)), *((0, 1, t) for t in range(4)), (1, 0, 0)]
     assert places[-1] == (7, 1, 3)
     assert len(set(places)) == 64

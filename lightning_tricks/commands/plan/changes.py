@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +15,6 @@ from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.memory_trace import STEP, StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
 from lightning_tricks.optim.build_optimizer import check_settings
-from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
 
@@ -220,7 +219,7 @@ def _tensor_ranks(setup: RunSetup, more: tuple[str, ...]) -> Iterator[_Candidate
     for tensor in (2, 4, 8):
         if setup.devices % tensor:
             continue
-        mesh = ParallelDims(tensor=tensor, context=setup.dims.context)
+        mesh = replace(setup.dims, tensor=tensor, replicate=1, shard=-1)
         several = setup.micro_batches * tensor
         yield _Candidate(
             (*(one for one in more if "accumulate" not in one),

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.layout import layout_table
-from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
+from lightning_tricks.parallel.parallelize import ParallelOptions, layout_table, parallelize
 from lightning_tricks.parallel.shard import local_bytes
 
 T = TypeVar("T")

@@ -33,8 +33,7 @@ from lightning_tricks.optim import Muon, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.parallel.dims import Mesh
-from lightning_tricks.parallel.layout import Traffic, traffic
-from lightning_tricks.parallel.parallelize import parallelize
+from lightning_tricks.parallel.parallelize import Traffic, parallelize, traffic
 from lightning_tricks.parallel.shard import local_bytes, to_meta
 
 DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds the same

@@ -33,7 +33,7 @@ from lightning_tricks.commands.plan.warnings import warnings_of
 from lightning_tricks.commands.schedule.plan import planned_tokens
 from lightning_tricks.optim.param_roles import param_roles
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.layout import Traffic
+from lightning_tricks.parallel.parallelize import Traffic
 
 # What a process takes on a GPU beside its tensors: CUDA's context, cuBLAS' workspaces, NCCL's buffers. Assumed.
 GPU_OVERHEAD = int(1.5 * 2**30)
@@ -149,9 +149,9 @@ class Plan:
         if self.flops_per_token is None or self.device.peak is None or not setup.length:
             return None
         dims = setup.dims if nodes == setup.nodes else setup.changed(nodes=nodes).dims
-        tokens = setup.rows * setup.length // dims.context
+        tokens = setup.tokens
         compute = tokens * self.flops_per_token / (self.mfu * self.device.peak)
-        compute /= dims.tensor
+        compute /= dims.world / dims.loss_ranks  # ranks that have the same tokens share the work
         sends = [_on_other_mesh(one, setup.dims, dims) for one in self.whole.traffic]
         return step_time(compute, setup.micro_batches, tokens, dims, sends, self.links)
 
@@ -185,11 +185,10 @@ class Plan:
 
 def _on_other_mesh(one: Traffic, before: ParallelDims, after: ParallelDims) -> Traffic:
     """What an axis sends when the mesh has other sizes; replicas of smaller shards send less."""
-    ranks = {"shard": after.shard * after.context, "replicate": after.replicate, "tensor": after.tensor}
     share = before.shard / after.shard if one.axis == "replicate" else 1.0
     return dataclasses.replace(
         one,
-        ranks=ranks.get(one.axis, after.context),
+        ranks=after.group(one.axis)[0],
         gathered=round(one.gathered * share),
         reduced=round(one.reduced * share),
     )

@@ -114,15 +114,14 @@ def _origin(plan: Plan) -> str:
 
 def _traffic(plan: Plan) -> Iterator[str]:
     setup, times = plan.setup, plan.step_time()
-    tokens = setup.rows * setup.length // setup.dims.context
     yield "Sent in a step, and how long it takes at 80 % of the links' figures"
     for one in plan.whole.traffic:
         where = "between hosts" if plan.links.is_on_network(setup.dims, one.axis) else "in a host"
         link = f"{where}, {plan.links.speed(setup.dims, one.axis):g} GB/s"
-        if one.axis == "context" and not one.per_token:
+        if not one.bytes(1):
             yield _row(one.axis, f"{one.ranks} ranks, {link}: not counted")
             continue
-        size = one.bytes(tokens) * setup.micro_batches
+        size = one.bytes(setup.tokens) * setup.micro_batches
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
         yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.layout import Traffic
+from lightning_tricks.parallel.parallelize import Traffic
 
 EFFICIENCY = 0.8  # of a link's datasheet figure that large collectives reach, as measured with NCCL on A100 (300 GB/s)
 SOURCE = "https://github.com/stas00/ml-engineering/blob/master/network/README.md"
@@ -29,7 +29,7 @@ class Links:
 
     def is_on_network(self, dims: ParallelDims, axis: str) -> bool:
         """Whether the ranks of an axis lie on several hosts. Tensor ranks are neighbours, replicas farthest apart."""
-        stride, ranks = _stride_and_ranks(dims, axis)
+        ranks, stride = dims.group(axis)
         return ranks > 1 and stride * ranks > self.devices
 
     def speed(self, dims: ParallelDims, axis: str) -> float:
@@ -43,22 +43,12 @@ class Links:
         """
         if not self.is_on_network(dims, axis):
             return self.host_gb
-        stride, _ = _stride_and_ranks(dims, axis)
+        _, stride = dims.group(axis)
         return min(self.host_gb, max(1, self.devices // stride) * self.network_gb)
 
     def seconds(self, dims: ParallelDims, one: Traffic, tokens: int) -> float:
         """Time of what an axis sends in a micro-batch, if nothing else ran."""
         return one.bytes(tokens) / (EFFICIENCY * self.speed(dims, one.axis) * 1e9)
-
-
-def _stride_and_ranks(dims: ParallelDims, axis: str) -> tuple[int, int]:
-    """How far two neighbours of an axis' group are apart in the world, and the number of its ranks."""
-    return {
-        "tensor": (1, dims.tensor),
-        "context": (dims.tensor, dims.context),
-        "shard": (dims.tensor, dims.shard * dims.context),  # weights are divided over context ranks too
-        "replicate": (dims.tensor * dims.context * dims.shard, dims.replicate),
-    }[axis]
 
 
 @dataclass(frozen=True)
@@ -81,8 +71,8 @@ def step_time(
 ) -> StepTime:
     """Time of a step on a mesh.
 
-    Shards and replicas send while the next or last block computes: only what takes longer than the computation shows.
-    Tensor and context ranks wait for each other in the middle of a block, so their time is added. Replicas send in each
+    Weights and gradients are sent while the next or last block computes: only what takes longer than the computation
+    shows. Ranks wait for activations in the middle of a block, so their time is added. Replicas send in each
     micro-batch unless gradients wait.
 
     Args:
@@ -94,8 +84,8 @@ def step_time(
         links: their speeds.
     """
     times = {one.axis: links.seconds(dims, one, tokens) for one in sends}
-    waits = times.get("tensor", 0.0) + times.get("context", 0.0)
-    hidden = times.get("shard", 0.0) + times.get("replicate", 0.0)
+    waits = sum(times[one.axis] for one in sends if one.per_token)
+    hidden = sum(times.values()) - waits
     micro_batch = waits + max(compute, hidden)
     return StepTime(
         micro_batches * compute, {axis: micro_batches * t for axis, t in times.items()}, micro_batches * micro_batch

@@ -95,6 +95,11 @@ class RunSetup:
         return int(getattr(self.datamodule, "seq_len", 0) or 0)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.rows * self.length * self.dims.data_ranks // self.dims.loss_ranks
+
+    @property
     def precision(self) -> str:
         """The Trainer's word for it, such as `bf16-mixed`."""
         if self.plugin is not None:
@@ -222,8 +227,6 @@ class RunSetup:
                 setattr(settings["strategy"], name, value)
             else:
                 setattr(setup.datamodule if name == "micro_batch_size" else setup.module, name, value)
-        if "mesh" in changes:
-            settings["strategy"].replicate_size = 1  # the mesh has the replicas
         return setup
 
 

@@ -57,9 +57,8 @@ def _of_decoder(plan: "Plan") -> list[str]:
             f"model.decoder.vocab_size={config.vocab_size} is no multiple of {VOCABULARY_MULTIPLE}: {padded} is faster"
         )
     if setup.fp8 is not None:
-        rows = setup.rows * setup.length // setup.dims.context
-        if rows % 16:
-            lines.append(f"data: {rows} tokens of a micro-batch are no multiple of 16, which fp8 needs")
+        if setup.tokens % 16:
+            lines.append(f"data: {setup.tokens} tokens of a micro-batch are no multiple of 16, which fp8 needs")
         for name in ("d_model", "ffn_width"):
             if (size := getattr(config, name) // setup.dims.tensor) % 16:
                 lines.append(f"model.decoder.{name}: parts of {size} are no multiple of 16, which fp8 needs")
