@@ -74,7 +74,7 @@ ROWS = {
     "ddp": Row(2, lambda: "ddp"),
     "fsdp2": Row(2, FSDP2Strategy),
     "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
-    "hsdp": Row(4, lambda: FSDP2Strategy(replicate_size=2)),
+    "hsdp": Row(4, lambda: FSDP2Strategy(mesh=ParallelDims(replicate=2))),
     "tensor": on_mesh(2, ParallelDims(tensor=2), sequence_parallel=False),
     "tensor_sequence": on_mesh(2, ParallelDims(tensor=2)),
     "tensor_compiled": on_mesh(2, ParallelDims(tensor=2), *_PLAIN, needs="a C++ compiler", compile_blocks=True),

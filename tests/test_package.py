@@ -87,7 +87,7 @@ model = lt.LanguageModel(shape, "full", schedule=schedule, weight_decay=0.1, par
 data = lt.TextData("book.txt", seq_len=64)
 monitor = lt.MFUMonitor(peak_flops=1e12)
 trainer = pl.Trainer(
-    callbacks=[monitor, MemoryMonitor(), lt.TrainingProgressBar()], strategy=lt.FSDP2Strategy(replicate_size=2),
+    callbacks=[monitor, MemoryMonitor(), lt.TrainingProgressBar()], strategy=lt.FSDP2Strategy(compile_blocks=True),
     plugins=lt.BF16Mixed(), logger=lt.ResumingCSVLogger("runs"),
 )
 trainer.fit(model, data)

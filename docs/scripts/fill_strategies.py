@@ -10,7 +10,7 @@ TITLES = {
     "ddp": '`"ddp"`',
     "fsdp2": "`FSDP2Strategy()`",
     "fsdp2_compiled": "`FSDP2Strategy(compile_blocks=True)`",
-    "hsdp": "`FSDP2Strategy(replicate_size=2)`",
+    "hsdp": "`mesh: {replicate: 2}`",
     "tensor": "`mesh: {tensor: 2}`, `sequence_parallel: false`",
     "tensor_sequence": "`mesh: {tensor: 2}`",
     "tensor_compiled": "`mesh: {tensor: 2}`, `compile_blocks: true`",

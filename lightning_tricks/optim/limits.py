@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_tricks._core.errors import UsageError
@@ -36,30 +35,14 @@ _SECOND = "needs second derivatives, which sharding does not give"
 _SHARDED = "does not work on sharded parameters"
 _NO_FOREACH_LERP = torch.__version__ < "2.13"  # torch._foreach_lerp_ of DTensors; tried with 2.11 and 2.13
 
-
-def _lbfgs_cannot_join(group: dict[str, Any]) -> bool:
-    """Whether torch cannot make one vector of the group's gradients, as LBFGS does, or add parts of it to all."""
-    params = group["params"]
-    if not any(isinstance(parameter, DTensor) for parameter in params):
-        return False
-    if not all(isinstance(parameter, DTensor) and parameter.requires_grad for parameter in params):
-        return True
-    try:
-        for parameter in params:
-            parameter.detach().view(-1)
-    except RuntimeError:
-        return True
-    return False
-
-
 # As tried with torch 2.13, torchao 0.18, pytorch_optimizer 4.1 and heavyball 3.2 by `python -m benchmarks.optimizers`.
 LIMITS = [
     Limit("shards", ("Adafactor", "NorMuon", "SOAP", "Shampoo"), _SHARDED, "take AdamW or MuonAdamW, or strategy: ddp"),
     Limit("shards", ("AdamWFp8", "AdamFp8"), _SHARDED, "take AdamW8bit, or strategy: ddp"),
     Limit("shards", ("torch.SGD",), "with fused=True does not work on sharded parameters", "leave out fused",
           lambda group: group.get("fused")),
-    Limit("shards", ("torch.LBFGS",), "cannot join sharded parameters of which one is a scalar, is frozen, or has rows "
-          "that do not divide by the number of shards", "take AdamW, or change these parameters", _lbfgs_cannot_join),
+    Limit("shards", ("torch.LBFGS",), "searches along a line, for which each rank would take its own loss",
+          "take AdamW, or one device"),
     Limit("shards", ("pytorch_optimizer.Lion",), f"{_SHARDED} with torch {torch.__version__}", "set foreach to false",
           lambda group: _NO_FOREACH_LERP and group.get("foreach") is not False),
     Limit("shards", ("SophiaH",), _SECOND, "take AdamW or MuonAdamW, or one device"),

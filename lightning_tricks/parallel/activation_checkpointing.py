@@ -6,13 +6,11 @@
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -83,7 +81,7 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
     """Have `block` keep less of its forward pass and compute it again in the backward pass, as `checkpointed` does.
 
     A block that is given a cache of keys and values runs without it, as in transformers' own checkpointing: the second
-    run would append to the cache once more. A warning says so, once per class of blocks.
+    run would append to the cache once more.
 
     Args:
         block: any module; its `forward` is replaced on the object, so hooks, names and class stay. Idempotent.
@@ -118,11 +116,6 @@ def mode_of(block: nn.Module) -> Mode:
     """How much a block computes again, by its own attribute or by `checkpoint_block`."""
     own = getattr(block, "checkpointing", None)
     return own if own in ("cheap", "selective", "full") else vars(block).get("checkpoint_mode", "none")
-
-
-def keeps_input_only(block: nn.Module) -> bool:
-    """Whether all of a block runs again in the backward pass, by `checkpoint_block` or by an attribute of its own."""
-    return "full" in (getattr(block, "checkpointing", None), vars(block).get("checkpoint_mode"))
 
 
 def _options(mode: Mode, linears: int | None = None) -> dict[str, Any]:
@@ -164,16 +157,4 @@ def _without_cache(cls: str, layer: int, name: str, value: Any) -> Any:
             f"activation_checkpointing: {name} of {cls} holds {int(length)} tokens already, and a block that runs "
             "again is given no cache: set activation_checkpointing to none"
         )
-    if not torch.compiler.is_compiling():
-        _warn(cls, name)
     return None
-
-
-@functools.cache
-def _warn(cls: str, name: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(
-            f"activation checkpointing runs {cls} without {name}, as a second run would append to it once more: "
-            "set use_cache=False in the model's config",
-            stacklevel=2,
-        )

@@ -41,9 +41,19 @@ def on_all_ranks(act: Callable[[], T], group: Any = None) -> list[T]:
     except Exception as failed:
         error = failed
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (result, error and describe(error)), group=group)
-    raise_together({rank: failure for rank, (_, failure) in enumerate(told) if failure}, error, group)
-    return [found for found, _ in told]
+    dist.all_gather_object(told, (result, error and _describe(error)), group=group)
+    failures = {rank: failure for rank, (_, failure) in enumerate(told) if failure}
+    if not failures:
+        return [found for found, _ in told]
+    rank, failure = min(failures.items(), key=lambda entry: (entry[1].kind is OSError, entry[0]))
+    if error is not None and rank == dist.get_rank(group):
+        raise error
+    if failure.kind is UsageError:
+        raise UsageError(failure.text)
+    text = f"{failure.text} (on rank {rank})"
+    if failure.kind is OSError:
+        raise OSError(text) if failure.errno is None else OSError(failure.errno, text)
+    raise RuntimeError(text)
 
 
 def on_rank_0(act: Callable[[], T], group: Any = None) -> T:
@@ -52,28 +62,12 @@ def on_rank_0(act: Callable[[], T], group: Any = None) -> T:
     return on_all_ranks(lambda: act() if rank == 0 else None, group)[0]  # type: ignore[return-value]
 
 
-def describe(error: BaseException) -> _Failure:
-    """An error, for other ranks."""
+def _describe(error: Exception) -> _Failure:
     if isinstance(error, UsageError):
         return _Failure(UsageError, str(error), None)
     if isinstance(error, OSError):
         return _Failure(OSError, error.strerror or str(error), error.errno)
     return _Failure(RuntimeError, f"{type(error).__name__}: {error}", None)
-
-
-def raise_together(failures: dict[int, _Failure], own: Exception | None, group: Any = None) -> None:
-    """Raise the same kind of error on all ranks if there are `failures`, by rank, known to all; `own` is this one's."""
-    if not failures:
-        return
-    rank, failure = min(failures.items(), key=lambda entry: (entry[1].kind is OSError, entry[0]))
-    if own is not None and rank == dist.get_rank(group):
-        raise own
-    if failure.kind is UsageError:
-        raise UsageError(failure.text)
-    text = f"{failure.text} (on rank {rank})"
-    if failure.kind is OSError:
-        raise OSError(text) if failure.errno is None else OSError(failure.errno, text)
-    raise RuntimeError(text)
 
 
 def broadcast(tensors: Iterable[Tensor], device: torch.device, group: Any = None) -> None:

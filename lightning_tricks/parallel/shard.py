@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,13 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import bound_to_buffers
@@ -236,14 +235,10 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def refuse_unshardable(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or trains wrongly: lazy, complex, sparse, shared by two blocks."""
+    """Refuse parameters that FSDP2 cannot shard, or trains wrongly: complex, sparse, shared by two blocks."""
     for path, part in module.named_modules():
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             where = f"FSDP2Strategy: '{f'{path}.{name}'.lstrip('.')}' of {type(part).__name__}"
-            if is_lazy(tensor):
-                raise UsageError(
-                    f"{where} has no shape yet: give the layer its sizes, or run a batch through it before"
-                )
             if tensor.is_complex() and tensor.requires_grad:
                 raise UsageError(f"{where} is complex, which FSDP2 cannot train: keep it as two real ones, or take ddp")
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
@@ -258,39 +253,6 @@ def refuse_unshardable(module: nn.Module, blocks: Mapping[str, nn.Module]) -> No
                 f"FSDP2Strategy: '{name}' and '{first_name}' are one parameter, of which only one is in a block "
                 f"('{block or first_block}'), or both in different ones: name other blocks, such that one holds both"
             )
-
-
-def refuse_mixed_dtypes(module: nn.Module) -> None:
-    """Refuse trained parameters of several dtypes in one group of a sharded module; FSDP2 would at the first batch."""
-    seen: dict[nn.Module, tuple[str, torch.dtype]] = {}
-
-    def look(part: nn.Module, path: str, group: nn.Module) -> None:
-        group = part if isinstance(part, FSDPModule) else group
-        for name, parameter in part.named_parameters(path, recurse=False):
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                first, dtype = seen.setdefault(group, (name, parameter.dtype))
-                if dtype != parameter.dtype:
-                    raise UsageError(
-                        f"FSDP2Strategy: '{name}' of {type(part).__name__} is {_short(parameter.dtype)} and '{first}' "
-                        f"{_short(dtype)}, and FSDP2 gathers them together: build all in one dtype, or take BF16True"
-                    )
-        for name, child in part.named_children():
-            look(child, f"{path}.{name}".lstrip("."), group)
-
-    look(module, "", module)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def refuse_fsdp1(module: nn.Module) -> None:
-    """Refuse a module that FSDP1 has flattened parts of."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        raise UsageError(
-            f"{type(module).__name__} wraps parts of itself in FullyShardedDataParallel (FSDP1): "
-            "leave the sharding to FSDP2Strategy"
-        )
 
 
 def refuse_late_parameters(module: nn.Module, scalars: Collection[str]) -> None:
@@ -315,24 +277,15 @@ def refuse_unfillable(module: Any) -> None:
 def refuse_other_modules(module: nn.Module) -> None:
     """Refuse ranks that have built different modules, whose collectives would not fit; every rank must call."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    own = {name: f"{tuple(tensor.shape)} of {tensor.dtype}".replace("torch.", "") for name, tensor in tensors}
+    own = [f"'{name}', {tuple(value.shape)} of {value.dtype}" for name, value in tensors]
     hashes = on_all_ranks(lambda: hashlib.sha256(repr(own).encode()).digest())
     if len(set(hashes)) == 1:
         return
     built = on_all_ranks(lambda: own)
     rank = next(rank for rank, found in enumerate(hashes) if found != hashes[0])
+    pairs = zip_longest(built[rank], built[0], fillvalue="nothing more")
+    there, first = next(pair for pair in pairs if pair[0] != pair[1])
     raise UsageError(
-        f"rank {rank} has built another module than rank 0: {_difference(built[rank], built[0])}: "
+        f"rank {rank} has built another module than rank 0: it has {there} in place of {first}: "
         "build the same one on all ranks, tied parameters included"
     )
-
-
-def _difference(there: dict[str, str], on_rank_0: dict[str, str]) -> str:
-    for name in [*on_rank_0, *there]:
-        if name not in there:
-            return f"it has no '{name}'"
-        if name not in on_rank_0:
-            return f"it has '{name}'"
-        if there[name] != on_rank_0[name]:
-            return f"'{name}' is {there[name]} in place of {on_rank_0[name]}"
-    return "its parameters come in another order"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,21 @@ from torch.distributed.tensor.parallel import (
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 
-Word = Literal[
-    "colwise",
-    "colwise_gather_output",
-    "rowwise",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "embedding_colwise",
-    "vocabulary",
-    "gather_sequence",
-    "sequence_parallel",
-    "replicated_with_grad_allreduce",
-]
+# How each word of a plan divides the layer's weight: by rows, by columns, or not at all. None: it stays a plain tensor.
+_WORDS: dict[str, Placement | None] = {
+    "colwise": Shard(0),
+    "colwise_gather_output": Shard(0),
+    "rowwise": Shard(1),
+    "rowwise_split_input": Shard(1),
+    "embedding_rowwise": Shard(0),
+    "embedding_colwise": Shard(1),
+    "vocabulary": Shard(0),
+    "gather_sequence": None,
+    "sequence_parallel": Replicate(),
+    "replicated_with_grad_allreduce": Replicate(),
+}
 TENSOR_AXIS = "tensor"  # its name in a `Mesh`
-_OTHER_NAMES = {"colwise_rep": "colwise_gather_output"}  # transformers 4
 _OF_SEQUENCES = ("gather_sequence", "sequence_parallel")
-_DIVIDES_ROWS = ("colwise", "colwise_gather_output", "embedding_rowwise", "vocabulary")  # of the weight
-_DIVIDES_COLUMNS = ("rowwise", "rowwise_split_input", "embedding_colwise")
 # the fields by which configurations of transformers, and ours, tell the number of heads
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_heads", "kv_heads")
 
@@ -72,7 +70,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
         given = _given_by(part)
         if given:
             above.append(name)
-            plan |= {f"{name}.{pattern}".strip("."): _OTHER_NAMES.get(word, word) for pattern, word in given.items()}
+            plan |= {f"{name}.{pattern}".strip("."): word for pattern, word in given.items()}
     return plan
 
 
@@ -101,10 +99,8 @@ def named_by(plan: Mapping[str, str], module: nn.Module) -> dict[str, tuple[nn.M
     modules = dict(module.named_modules())
     found: dict[str, tuple[nn.Module, str]] = {}
     for pattern, word in plan.items():
-        if word not in get_args(Word):
-            raise UsageError(
-                f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(get_args(Word))}"
-            )
+        if word not in _WORDS:
+            raise UsageError(f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(_WORDS)}")
         regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         names = [name for name in modules if regex.fullmatch(name)]
         if not names:
@@ -133,16 +129,16 @@ def check_divisible(named: Mapping[str, tuple[nn.Module, str]], module: nn.Modul
             sizes = {"out_features": part.out_features, "in_features": part.in_features}
         elif isinstance(part, nn.Embedding):
             sizes = {"num_embeddings": part.num_embeddings, "embedding_dim": part.embedding_dim}
-        elif word in (*_DIVIDES_ROWS, *_DIVIDES_COLUMNS):
+        elif isinstance(_WORDS[word], Shard):
             raise UsageError(
                 f"mesh.tensor: the plan says {word} of '{name}', a {type(part).__name__}: only nn.Linear and "
                 "nn.Embedding can be divided"
             )
         else:
             continue
-        rows, columns = sizes
-        divided = [rows] * (word in _DIVIDES_ROWS) + [columns] * (word in _DIVIDES_COLUMNS)
-        for field in (field for field in divided if sizes[field] % parts):
+        placement = _WORDS[word]
+        field = list(sizes)[placement.dim] if isinstance(placement, Shard) else None
+        if field is not None and sizes[field] % parts:
             hint = "pad the vocabulary, or " if word in ("embedding_rowwise", "vocabulary") else ""
             raise UsageError(
                 f"mesh.tensor={parts} does not divide {field}={sizes[field]} of '{name}': {hint}take another size"
@@ -202,37 +198,27 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], parts: int, sequence_
 
 def _placement_by(word: str | None, sequence_parallel: bool) -> Placement | None:
     """How a word divides a weight; None where it stays a plain tensor."""
-    if word in _DIVIDES_ROWS:
-        return Shard(0)
-    if word in _DIVIDES_COLUMNS:
-        return Shard(1)
-    is_plain = word in (None, "gather_sequence") or (word == "sequence_parallel" and not sequence_parallel)
-    return None if is_plain else Replicate()
+    if word is None or (word == "sequence_parallel" and not sequence_parallel):
+        return None
+    return _WORDS[word]
 
 
 def _style(word: str, sequence_parallel: bool) -> ParallelStyle | None:
     whole: Placement = Replicate()
     rows: Placement = Shard(1) if sequence_parallel else whole
-    if word == "colwise":
-        return ColwiseParallel()
-    if word == "colwise_gather_output":
-        return ColwiseParallel(input_layouts=rows, output_layouts=whole)
-    if word == "rowwise":
-        return RowwiseParallel(output_layouts=rows)
-    if word == "rowwise_split_input":
-        return RowwiseParallel(input_layouts=whole, output_layouts=rows)
-    if word == "embedding_rowwise":  # of ids (batch, length) or (length,)
-        output = Shard(-2) if sequence_parallel else whole
-        return _Embedding(input_layouts=whole, output_layouts=output)
-    if word == "embedding_colwise":
-        return ColwiseParallel(output_layouts=whole)
-    if word == "vocabulary":
-        return _Vocabulary(rows)
-    if word == "gather_sequence":
-        return _GatherSequence(rows)
-    if word == "sequence_parallel":
-        return SequenceParallel() if sequence_parallel else None
-    return _OnAPart()
+    rows_of_ids: Placement = Shard(-2) if sequence_parallel else whole  # of (batch, length) or (length,)
+    return {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+        "rowwise": RowwiseParallel(output_layouts=rows),
+        "rowwise_split_input": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "embedding_rowwise": _Embedding(input_layouts=whole, output_layouts=rows_of_ids),
+        "embedding_colwise": ColwiseParallel(output_layouts=whole),
+        "vocabulary": _Vocabulary(rows),
+        "gather_sequence": _GatherSequence(rows),
+        "sequence_parallel": SequenceParallel() if sequence_parallel else None,
+        "replicated_with_grad_allreduce": _OnAPart(),
+    }[word]
 
 
 class _Embedding(RowwiseParallel):

@@ -29,28 +29,11 @@ TAG = "checkpoint"  # the subfolder that Lightning has DeepSpeed write to
 _NOWHERE = "unwritten"  # the folder that the engine is given, and that nobody makes
 # The entries that DeepSpeed adds, and Lightning's state of a run; the other entries are the module's own.
 _DEEPSPEED_KEYS = [
-    "module",
-    "buffer_names",
-    "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
-    "frozen_param_fragments",
-    "shared_params",
-    "lr_scheduler",
-    "data_sampler",
-    "random_ltd",
-    "sparse_tensor_module_names",
-    "skipped_steps",
-    "global_steps",
-    "global_samples",
-    "dp_world_size",
-    "mp_world_size",
-    "num_experts",
-    "ds_config",
-    "ds_version",
-    "autoep_layers",
-    "parallel_dims",
-]
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts", "ds_config", "ds_version",
+    "autoep_layers", "parallel_dims",
+]  # fmt: skip
 _LIGHTNING_KEYS = ["loops", "callbacks", "lr_schedulers", "optimizer_states"]
 
 

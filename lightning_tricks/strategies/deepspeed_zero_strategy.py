@@ -332,19 +332,14 @@ def fitting_sizes(module: nn.Module) -> dict[str, int]:
 
 def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
     """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
-    own = module.state_dict(keep_vars=True)
-    for name in [*own, *(name for name in weights if name not in own)]:
-        if name not in weights or name not in own:
-            return f"'{name}' is only in the {'module' if name in own else 'checkpoint'}"
-        here, there = _shape(own[name]), _shape(weights[name])
-        if here != there:
-            return f"'{name}' has shape {here} here and {there} there"
+    here, there = (
+        {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in state.items()}
+        for state in (module.state_dict(keep_vars=True), weights)
+    )
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            return f"'{name}' has shape {here.get(name)} here and {there.get(name)} there"
     return None
-
-
-def _shape(value: Any) -> str:
-    shape = getattr(value, "ds_shape", getattr(value, "shape", None))
-    return "none" if shape is None else str(tuple(shape))
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:

@@ -91,9 +91,9 @@ def refused(words: str, hosts: int = 1, local: int = 1, fixed: int | None = None
 
 def test_a_mesh_of_fixed_shards_or_replicas_names_its_numbers():
     refused("shard 8 does not make the 4 devices.*; start 8 processes", hosts=4, fixed=8)
-    strategy = FSDP2Strategy(replicate_size=2)
+    strategy = FSDP2Strategy(mesh=ParallelDims(replicate=2))
     assert line(2, strategy=strategy)[1]["accumulate_grad_batches"] == 8
-    refused("replicate_size=2 does not divide the 1 devices.*; start 2, 4 or 8 processes", hosts=1, strategy=strategy)
+    refused("mesh: replicate 2 does not divide the 1 devices.*; start 2, 4 or 8 processes", hosts=1, strategy=strategy)
 
 
 def test_validation_that_cannot_be_shared_is_refused():

@@ -44,7 +44,7 @@ from lightning_tricks.commands.plan.setup import read_setup
 from lightning_tricks.commands.plan.warnings import published_lr
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
-from lightning_tricks.parallel.layout import Traffic
+from lightning_tricks.parallel.parallelize import Traffic
 from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
@@ -461,7 +461,7 @@ def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
 
 @pytest.mark.usefixtures("untraced")
 def test_on_more_hosts_smaller_shards_send_less_to_their_replicas():
-    settings = {"strategy": FSDP2Strategy(replicate_size=2), "max_steps": 10}
+    settings = {"strategy": FSDP2Strategy(mesh=ParallelDims(replicate=2)), "max_steps": 10}
     plan = planned(settings=settings, gpu="h100", devices=8, suggest=False)  # 2 replicas of 4 shards
     one, two = plan.scaled(1), plan.scaled(2)
     assert two.sends["replicate"] == pytest.approx(one.sends["replicate"] * 450 / 50 / 2)  # and over the network

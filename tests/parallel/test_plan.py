@@ -35,9 +35,9 @@ def divided(module: nn.Module, dims: ParallelDims = DIMS, rank: int = 0, **optio
     return module
 
 
-def test_a_plan_has_the_place_of_its_part_and_the_words_of_transformers_4():
-    module = nn.ModuleDict({"net": Planned({"up": "colwise_rep", "down": "rowwise"})})
-    assert plan_of(module) == {"net.up": "colwise_gather_output", "net.down": "rowwise"}
+def test_a_plan_has_the_place_of_its_part():
+    module = nn.ModuleDict({"net": Planned({"up": "colwise", "down": "rowwise"})})
+    assert plan_of(module) == {"net.up": "colwise", "net.down": "rowwise"}
     assert plan_of(nn.Linear(1, 1)) == {}
 
 
@@ -74,10 +74,6 @@ def test_ranks_have_a_part_of_each_matrix_of_the_decoder_and_norms_are_whole(fam
         (
             lambda: Decoder(Llama(vocab_size=64, d_model=24, n_layers=1, n_heads=3, max_seq_len=8)),
             "mesh.tensor=2 does not divide n_heads=3: take a divisor of it",
-        ),
-        (
-            lambda: Decoder(Llama(vocab_size=64, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=8)),
-            "mesh.tensor=2 does not divide kv_heads=1",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import threading
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-import lightning_tricks.strategies.checkpoint_folder as verify_together_module
+import lightning_tricks.strategies.checkpoint_folder as checkpoint_folder
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
@@ -31,12 +30,7 @@ from lightning_tricks.checkpoints.write_file import ChecksummedFile
 from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 from lightning_tricks.strategies import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together
-from lightning_tricks.strategies.fsdp2.sharded_checkpoint import (
-    load_optimizers,
-    shards_to_save,
-    state_by_name,
-    write_shards,
-)
+from lightning_tricks.strategies.fsdp2.sharded_checkpoint import shards_to_save, state_by_name, write_shards
 
 FLIPS = 20
 WIDTH = 32
@@ -162,34 +156,6 @@ def other_errors(rank: int, folder: Path) -> None:
         state_by_name(module, optimizer)
 
 
-def said(module: nn.Module, state_dict: dict[str, Any]) -> list[str]:
-    """What loading a state into a new optimizer warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_optimizers(module, [torch.optim.AdamW(module.parameters())], [state_dict])
-    return [str(entry.message) for entry in caught if "the checkpoint has no" in str(entry.message)]
-
-
-def missing_moments(rank: int, folder: Path) -> None:
-    """All keys of weights load, and state is missing all the same: that is said, on rank 0."""
-    module, optimizer = sharded(rank)
-    saved = state_by_name(module, optimizer)
-    state = saved["state"]
-    assert said(module, saved) == []
-    without = {name: entry for name, entry in state.items() if name != "1.weight"}
-    found = said(module, {**saved, "state": without})
-    half = {**state, "0.bias": {key: value for key, value in state["0.bias"].items() if key != "exp_avg_sq"}}
-    found += said(module, {**saved, "state": half})
-    found += said(module, {**saved, "state": {}})
-    if rank == 0:
-        assert [line.partition(" for AdamW")[0] for line in found] == [
-            "the checkpoint has no optimizer state of '1.weight'",
-            "the checkpoint has no 'exp_avg_sq' of '0.bias'",
-            "the checkpoint has no optimizer state of '0.weight'",
-        ]
-        assert "nor state of 3 other parameters: they start anew" in found[2]
-
-
 def overwritten_in_flight(rank: int, folder: Path) -> None:
     """The thread writes what was there when the save was called, whatever training does meanwhile."""
     module, optimizer = sharded(rank)
@@ -261,7 +227,7 @@ def refusals(rank: int, folder: Path) -> None:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify_together_module, "check_checkpoint", denied)
+        patch.setattr(checkpoint_folder, "check_checkpoint", denied)
         with pytest.raises(OSError, match="Permission denied"):
             check_together(folder / "at.ckpt")
     parts = folder / "deepspeed" / "checkpoint"
@@ -292,7 +258,7 @@ def broadcasts(rank: int, folder: Path) -> None:
 
 
 def cases(rank: int, folder: Path) -> None:
-    for case in (full_disks, other_errors, broadcasts, refusals, missing_moments, overwritten_in_flight):
+    for case in (full_disks, other_errors, broadcasts, refusals, overwritten_in_flight):
         place = folder / case.__name__
         place.mkdir(exist_ok=True)
         case(rank, place)

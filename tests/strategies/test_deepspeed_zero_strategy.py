@@ -3,13 +3,9 @@
 All runs of two processes are made once, by `zero`, as DeepSpeed takes long to import; each test reads what it needs.
 """
 
-import errno
-import gc
 import math
 import os
-import resource
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,17 +19,14 @@ import pytest
 import torch
 from foreign import CausalLM, language_model, rows, token_batches, train
 from harness import processes, runs
-from lightning_tricks.strategies.deepspeed import settings as loading
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks.callbacks import BatchSizeWarmup, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.record import damage, read_record
-from lightning_tricks.checkpoints.write_file import ChecksummedFile
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.data.batches import IGNORED
@@ -132,39 +125,6 @@ class Spoilt(Decaying):
         return loss.detach() + factor * (loss - loss.detach())
 
 
-class Wide(CausalLM):
-    """Large enough for its tensors to outweigh buffers; counts the bytes it is held in before each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.bytes = held()
-
-
-def held() -> int:
-    """Bytes of all storages of this process; not of tensors without data, which tests of other files may have left."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.layout == torch.strided and not thing.is_meta:
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
-
-
-def bytes_held(strategy="auto", devices=1, data=None, **options) -> int:
-    before, model = held(), Wide()
-    train(model, devices=devices, strategy=strategy, data=data, epochs=1, **options)
-    return model.bytes - before
-
-
 def ragged(rank=0, world=1):
     """Three batches whose rows end after 4 to 32 tokens, so that every micro-batch and rank has its own number."""
     full = list(token_batches(rank, world))[:3]
@@ -213,7 +173,6 @@ def one_process() -> dict[str, Any]:
     for model in (Decaying(), Spoilt()):
         train(model)
         runs[type(model).__name__] = (model.losses, model.lrs)
-    runs["bytes"] = bytes_held()
     return runs
 
 
@@ -248,8 +207,6 @@ def two_process_runs(rank: int, folder: str) -> None:
     saving_runs(case, losses, rank, Path(folder))
     results["compiled"] = Path(folder, "extensions").exists()
     torch.save(results, f"{folder}/results{rank}.pt")
-    torch.distributed.barrier()
-    killed_in_a_save(losses, rank, Path(folder))
 
 
 def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> None:
@@ -276,7 +233,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
         place = folder / f"{stage}-{precision}"
         whole, resumed, other = Decaying(), Decaying(), Decaying()
         _, first = losses(whole, stage, epochs=2, folder=place, precision=precision)
-        kept = state(first)
+        kept, trained = state(first), [weight for weight in whole.parameters() if weight.requires_grad]
         figures = evaluated(first, whole) if precision == "32-true" else []
         again = {"epochs": 2, "precision": precision, "ckpt_path": place / "step=3.ckpt"}
         _, second = losses(resumed, stage, **again)
@@ -285,6 +242,7 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
         return {
             "losses": whole.losses, "resumed": resumed.losses, "lrs": whole.lrs, "resumed_lrs": resumed.lrs,
             "same_state": same, "clip": third.optimizers[0].clip_grad, "tensors": len(kept), "evaluated": figures,
+            "held": sum(copy.numel() for copy in copies(first)) / sum(map(whole_numel, trained)),
         }  # fmt: skip
 
     def evaluated(trainer: pl.Trainer, model: Any) -> list[float]:
@@ -306,13 +264,12 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     def tied() -> list[float]:
         return language(token_batches(rank, 2), language_model(config=GPT2(**SHAPE)), max_steps=3)["train/loss"]
 
-    def spoilt(precision: str) -> tuple[list[float], list[float]]:
+    def spoilt() -> tuple[list[float], list[float]]:
         model = Spoilt()
-        found, _ = losses(model, stage, precision=precision)
-        return found, model.lrs
+        return losses(model, stage)[0], model.lrs
 
     case(("losses", stage), from_rank_0)
-    case(("spoilt", stage), lambda: spoilt("32-true"))
+    case(("spoilt", stage), spoilt)
     case(("sgd", stage), lambda: plain(Sgd()))
     case(("quartered", stage), lambda: plain(Quartered(), gradient_clip_val=0.6))
     case(("manual", stage), lambda: plain(Manual(), gradient_clip_val=None))
@@ -324,13 +281,10 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     case(("ragged", stage), lambda: language(ragged(rank, 2), **IN_WINDOWS))
     case(("growing", stage), lambda: language(ragged(rank, 2), **growing(2)))
     if stage > 1:
-        case(("spoilt bf16", stage), lambda: spoilt("bf16-mixed"))
-        case(("quartered bf16", stage), lambda: plain(Quartered(), precision="bf16-mixed", gradient_clip_val=0.6))
         case(("offload", stage), lambda: plain(CausalLM(), offload=True))
         case(("bf16-true", stage), lambda: bf16("bf16-true"))
         case(("tokens resumed", stage), tokens_resumed)
         case(("tied", stage), tied)
-    case(("bytes", stage), lambda: bytes_held(DeepSpeedZeROStrategy(stage), 2, rows(rank, 2)))
 
 
 def copies(trainer: pl.Trainer) -> list[torch.Tensor]:
@@ -373,33 +327,7 @@ def refused_runs(case: Any, losses: Any, folder: Path) -> None:
     case("other model", other_model)
 
 
-class SavesOver(Decaying):
-    """Saves over `path` at the end, when the disk of rank `full` is full."""
-
-    def __init__(self, path: Path, full: int) -> None:
-        super().__init__()
-        self.path, self.full = path, full
-
-    def on_train_end(self):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if self.global_rank == self.full:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
-        try:
-            self.trainer.save_checkpoint(self.path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def saving_runs(case: Any, losses: Any, rank: int, folder: Path) -> None:
-    path, damaged = folder / "kept" / "step=3.ckpt", folder / "damaged"
-
-    def full(on: int) -> str:
-        try:
-            losses(SavesOver(path, on), 3, epochs=1)
-        except OSError as error:
-            return f"{error.errno} {error}"
-        return "nothing"
-
     def background() -> list[float]:
         io = AtomicCheckpointIO(asynchronous=True)
         losses(Decaying(), 3, epochs=2, folder=folder / "background", plugin=io)
@@ -407,28 +335,14 @@ def saving_runs(case: Any, losses: Any, rank: int, folder: Path) -> None:
         losses(resumed, 3, epochs=2, ckpt_path=folder / "background" / "step=3.ckpt")
         return resumed.losses
 
-    case("kept", lambda: losses(Decaying(), 3, epochs=1, folder=folder / "kept")[0])
-    case("full on 0", lambda: full(0))
-    case("full on 1", lambda: full(1))
     case("background", background)
+    damaged = folder / "damaged"
     if rank == 0:
-        shutil.copytree(path, damaged)
+        shutil.copytree(folder / "background" / "step=3.ckpt", damaged)
         file = damaged / "checkpoint" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         file.write_bytes(b"X" + file.read_bytes()[1:])
     torch.distributed.barrier()
     case("damaged", lambda: losses(Decaying(), 3, ckpt_path=damaged))
-
-
-def killed_in_a_save(losses: Any, rank: int, folder: Path) -> None:
-    """The second rank dies in the middle of its part, and the first one cannot go on."""
-
-    def die(*args: Any) -> None:
-        (folder / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        ChecksummedFile.write = die
-    losses(SavesOver(folder / "kept" / "step=3.ckpt", full=-1), 3, epochs=1)
 
 
 class Two(Manual):
@@ -446,8 +360,7 @@ def zero(tmp_path_factory):
     """What the two processes found, by case; a failure is raised where it is read."""
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("zero")
-    with pytest.raises((ProcessExitedException, ProcessRaisedException)):  # the last thing that a rank does is to die
-        processes.run(two_process_runs, str(folder))
+    processes.run(two_process_runs, str(folder))
     results = [torch.load(folder / f"results{rank}.pt", weights_only=False) for rank in (0, 1)]
 
     def read(name: Any, refused: bool = False, rank: int = 0) -> Any:
@@ -482,8 +395,6 @@ def test_losses_are_those_of_one_process_and_of_rank_0s_weights(zero, one, stage
 @STAGES
 def test_scaled_gradients_are_clipped_as_if_the_loss_had_been_scaled(zero, one, stage):
     close(zero(("quartered", stage)), one["Quartered"])
-    if stage > 1:
-        close(zero(("quartered bf16", stage)), one["Quartered"], 5e-3)
     assert max(abs(a - b) for a, b in zip(one["Quartered"], one["not quartered"], strict=True)) > 5e-2
 
 
@@ -494,10 +405,6 @@ def test_a_step_that_the_guard_refuses_changes_no_weight_and_the_schedule_goes_o
     close(losses, expected)
     assert lrs == expected_lrs
     assert expected != one["Decaying"][0]
-    if stage > 1:
-        losses, lrs = zero(("spoilt bf16", stage))
-        close(losses, expected, 2e-2)
-        assert lrs == expected_lrs
 
 
 @LATER
@@ -528,6 +435,7 @@ def test_a_resume_is_exact_and_takes_the_clip_of_the_recipe(zero, one, stage, pr
     assert found["lrs"] == one["Decaying"][1] == [3e-3, 3e-3, 1.5e-3, 1.5e-3, 7.5e-4, 7.5e-4]
     assert found["resumed_lrs"] == found["lrs"][3:]
     assert found["clip"] == 0.05
+    assert found["held"] == pytest.approx(0.5, rel=0.01)  # of the weights in fp32, and so of the optimizer's state
 
 
 @STAGES
@@ -578,14 +486,6 @@ def test_tied_weights_train_as_one(zero, one, stage):
     close(zero(("tied", stage)), one["tied"])
 
 
-def test_each_stage_takes_less_of_a_process_than_one_process_takes(zero, one):
-    shares = [zero(("bytes", stage)) / one["bytes"] for stage in (1, 2, 3)]
-    # fp32: weights 4 + gradients of a bucket and a half 2 + a copy of half the weights 2 + half of AdamW's 4, of 16
-    assert shares[0] < 0.82
-    assert shares[1] < 0.82
-    assert shares[2] < 0.70  # weights 2 instead of 4
-
-
 @STAGES
 def test_a_folder_becomes_one_file_of_its_weights(zero, stage):
     file = zero.folder / f"plain{stage}.ckpt"
@@ -612,21 +512,6 @@ def test_a_folder_is_there_when_it_is_whole_with_a_checksum_of_each_file(zero, s
     assert record.step == 6
     assert damage(path, record) is None
     assert is_of_deepspeed(path)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_ranks_full_disk_is_every_ranks_and_the_older_folder_stays(zero, rank):
-    for full in (0, 1):
-        told = zero(f"full on {full}", rank=rank)
-        assert told.startswith(f"{errno.EFBIG} ")
-        assert rank == full or told.endswith(f"(on rank {full})")
-
-
-def test_a_rank_killed_in_a_save_leaves_the_older_folder(zero):
-    path = zero.folder / "kept" / "step=3.ckpt"
-    assert (zero.folder / "killed").exists()
-    assert damage(path, read_record(path)) is None
-    assert not (path.with_name(".step=3.ckpt.saving") / "latest").exists()
 
 
 def test_what_a_thread_wrote_resumes_as_what_was_written_at_once(zero):
@@ -720,7 +605,9 @@ def test_no_environment_variable_replaces_the_options_and_the_timeout_is_the_pro
 
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        sys.modules["lightning_tricks.strategies.consolidate_deepspeed"], "find_spec", lambda name: None
+    )
     refused("needs deepspeed: pip install", DeepSpeedZeROStrategy(2))
 
 
@@ -780,23 +667,14 @@ def test_a_clip_of_the_modules_own_is_warned_of_and_the_mixins_is_not(monkeypatc
     assert said == [f"{line} trainer.gradient_clip_val"]
 
 
-def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
-    class Extra(torch.nn.Linear):
-        def get_extra_state(self):
-            return {"steps": 1}
-
-        def set_extra_state(self, state):
-            pass
-
-    module = torch.nn.Sequential(*[Extra(2, 2) for _ in range(5)])
-    weights = dict(module.state_dict())
+def test_the_first_weight_that_differs_is_named():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    weights = module.state_dict()
     assert differing_weights(module, weights) is None
-    assert differing_weights(module, {}) == "'0.weight' is only in the module"
-    assert differing_weights(module, {**weights, "more": torch.ones(1)}) == "'more' is only in the checkpoint"
+    assert differing_weights(module, {}) == "'0.weight' has shape (2, 2) here and None there"
+    assert differing_weights(module, {**weights, "more": torch.ones(1)}) == "'more' has shape None here and (1,) there"
     other = {**weights, "1.weight": torch.ones(3)}
     assert differing_weights(module, other) == "'1.weight' has shape (2, 2) here and (3,) there"
-    other = {**weights, "1._extra_state": torch.ones(3)}
-    assert differing_weights(module, other) == "'1._extra_state' has shape none here and (3,) there"
 
 
 def test_small_models_get_small_buffers_and_shard_all_their_matrices():

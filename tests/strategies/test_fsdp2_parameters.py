@@ -160,10 +160,8 @@ class Shared(nn.Module):
 
 
 REFUSED = {
-    "lazy": (lambda: nn.LazyLinear(4), r"'layer.weight' of LazyLinear has no shape yet: give the layer its sizes"),
     "complex": (Complex, r"'layer.phase' of Complex is complex, which FSDP2 cannot train: keep it as two real"),
     "sparse": (lambda: nn.Embedding(8, 4, sparse=True), r"'layer.weight' of Embedding has sparse gradients, which FSD"),
-    "mixed": (lambda: nn.Linear(4, 4).bfloat16(), r"'layer.bias' of Linear is float32 and 'layer.weight' bfloat16"),
     "shared": (
         Shared,
         r"'layer.blocks.1.linear.weight' and 'layer.blocks.0.linear.weight' are one parameter, of which",
@@ -174,8 +172,6 @@ REFUSED = {
 def refused(kind, model=None, **options):
     make, message = REFUSED[kind]
     model = model or Plain(make())
-    if kind == "mixed":
-        model.layer.bias.data = model.layer.bias.data.float()
     with pytest.raises(UsageError, match=f"^FSDP2Strategy: {message}") as caught:
         train(model, strategy=FSDP2Strategy(), epochs=1, **options)
     assert "\n" not in str(caught.value)
@@ -186,12 +182,6 @@ def test_what_fsdp2_cannot_train_is_refused_by_name(kind):
     refused(kind)
 
 
-def test_bf16_true_makes_one_dtype_of_several():
-    model = Plain(nn.Linear(4, 4).half())
-    train(model, BF16True(), strategy=FSDP2Strategy(), epochs=1)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
 def test_lightnings_fp16_is_refused_beside_a_scalar_whose_gradient_its_scaler_cannot_take():
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu")
     with pytest.raises(UsageError, match=r"^trainer.precision=16-mixed: .* with 'logit_scale', which is not sharded: "):
@@ -199,9 +189,7 @@ def test_lightnings_fp16_is_refused_beside_a_scalar_whose_gradient_its_scaler_ca
 
 
 def refused_by_one_rank(rank):
-    for kind in ("lazy", "sparse"):
-        layer = REFUSED[kind][0]() if rank == 1 else nn.Linear(4, 4)
-        refused(kind, Plain(layer), devices=2)
+    refused("sparse", Plain(REFUSED["sparse"][0]() if rank == 1 else nn.Linear(4, 4)), devices=2)
     model = Plain(nn.Linear(2, 2))
     model.gains = nn.ParameterList(torch.tensor(1.0) for _ in range(2))
     model.training_step = lambda batch, batch_idx: model.layers(batch[:, :8].float()).mean() + model.gains[rank] * 4

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_tricks import LanguageModel, Llama
+from lightning_tricks import LanguageModel, Llama, ParallelDims
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2
 from lightning_tricks.strategies import FSDP2Strategy
@@ -118,7 +118,7 @@ def assert_same(found, expected, case):
 
 def starting_in_four(rank, expected, drawn):
     for name, make in MODELS.items():
-        start = start_of(make(), rank, devices=4, strategy=FSDP2Strategy(replicate_size=2))
+        start = start_of(make(), rank, devices=4, strategy=FSDP2Strategy(mesh=ParallelDims(replicate=2)))
         assert_same(start.found, expected[name], name)
         group = [None] * 4
         torch.distributed.all_gather_object(group, start.local)
@@ -153,7 +153,7 @@ def starting_in_two(rank, expected, drawn):
     assert_same(start.found, expected["ours"], "it builds on the meta device itself")
     with pytest.raises(UsageError, match=r"^TiedAndSharded shards itself in configure_model, where rank 0's values"):
         start_of(TiedAndSharded(), rank, devices=2, strategy=FSDP2Strategy(init_on_rank_0=True))
-    with pytest.raises(UsageError, match=r"^rank 1 has built another module than rank 0: it has no 'layer.bias'"):
+    with pytest.raises(UsageError, match=r"another module than rank 0: it has nothing more in place of 'layer\.bias'"):
         start_of(Other(), rank, devices=2, strategy=FSDP2Strategy())
 
 
@@ -174,20 +174,18 @@ def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone):
 
 
 class Normalized(pl.LightningModule):
-    """Batch norm, whose statistics follow each rank's own rows; a table; a queue that grows faster on rank 1."""
+    """Batch norm, whose statistics follow each rank's own rows, and a table."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 1)
         self.register_buffer("table", torch.arange(1000.0))
-        self.register_buffer("queue", torch.zeros(0))
         self.seen = {}
 
     def mean_of_both(self):
         return self.trainer.strategy.reduce(self.norm.running_mean.clone(), reduce_op="mean")
 
     def training_step(self, batch, batch_idx):
-        self.queue = torch.cat([self.queue, torch.full((1 + self.global_rank,), float(self.global_rank))])
         return self.head(self.norm(batch)).square().mean()
 
     def on_train_start(self):
@@ -200,7 +198,6 @@ class Normalized(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.seen["validated"] = (self.norm.running_mean.clone(), self.mean_of_both())
-        self.seen["queue"] = self.queue.clone()
 
     test_step = predict_step = validation_step
 
@@ -220,7 +217,6 @@ def with_statistics(rank, folder):
     assert torch.equal(*model.seen["saved"])
     assert torch.equal(*model.seen["validated"])
     assert model.table._version == model.seen["writes"], "StepGuard copies, from then on, a buffer that is written"
-    assert model.seen["queue"].tolist() == [0.0, 0.0, 0.0]
     for evaluate in (run.trainer.test, run.trainer.predict):
         model.norm.running_mean += rank  # as more training would leave them
         evaluate(model, batches(data[:1]))

@@ -40,9 +40,6 @@ TWO = {
     ),
     "tensor, rows of each process": Case("own rows", TENSOR, says="the ranks that share matrices have losses from "),
     "tensor, compiled": Case("llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "selective"}),
-    "tensor, compiled and run again": Case(
-        "llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "full"}, says="fails on a CPU"
-    ),
     "tensor, fp8 of small parts": Case(
         "llama", TENSOR, precision="fp8", says="leaves 8 of the out_features of decoder"
     ),

@@ -74,8 +74,3 @@ def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction
             kept += [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
         sizes = [local(tensor).nbytes for tensor in kept if tensor is not None]
         assert sum(sizes) == share * 4 * 2 * 64 * 64
-
-
-def test_another_word_is_refused():
-    with pytest.raises(UsageError, match="reduce_gradients='replicas': give one of micro_batch, step"):
-        FSDP2Strategy(reduce_gradients="replicas")

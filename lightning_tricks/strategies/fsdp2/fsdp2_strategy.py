@@ -1,6 +1,6 @@
 """FSDP2 for any LightningModule in one line: blocks found, precision, checkpointing and compile in the right order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +22,11 @@ from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
-from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, keeps_input_only
+from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 from lightning_tricks.parallel.context import Method, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.layout import layout_table
-from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, parallelize
+from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, layout_table, parallelize
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together, was_verified
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
@@ -58,7 +57,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     from rank 0's seed. Scalars are not sharded: each rank holds them whole, and their gradients are averaged.
 
     Args:
-        replicate_size: number of model replicas (HSDP); each is sharded over its share of the devices. 1: plain FSDP.
         blocks: regular expressions for the whole names of the modules to gather one at a time; None finds the repeated
             blocks.
         reshard_after_forward: drop a block's weights after its forward pass (ZeRO-3); False keeps them (ZeRO-2).
@@ -71,7 +69,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             needs no rank 0 and is filled by `init_weights`.
         save_distributed_checkpoint: write a folder, each rank its shards; False: one file, written by rank 0.
         timeout_seconds: how long a rank waits for the others before it fails.
-        mesh: sizes by name, see `ParallelDims`; None: `replicate_size` replicas, each sharded over its devices.
+        mesh: sizes by name, see `ParallelDims`, such as replicas (HSDP); None: all devices shard one model (FSDP).
         sequence_parallel: with tensor ranks, divide the rows between the matrices too, where the plan says how.
         context_method: how context ranks see the rest of a row: `gather` its keys and values, or `ulysses`, exchange
             positions for heads.
@@ -82,9 +80,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     Raises:
         UsageError: an unknown `activation_checkpointing`; a module that an earlier run has sharded in another way;
             sizes that do not multiply to the number of devices, before any process waits; a pattern that matches
-            nothing; parameters that FSDP2 cannot train (see `refuse_unshardable`, `refuse_mixed_dtypes`), or made after
-            sharding; ranks that have built different modules; an optimizer that takes no DTensors; Lightning's fp16
-            with scalars or tensor ranks; under manual optimization, see `GatherOnCall`.
+            nothing; parameters that FSDP2 cannot train (see `refuse_unshardable`), or made after sharding; ranks that
+            have built different modules; an optimizer that takes no DTensors; Lightning's fp16 with scalars or tensor
+            ranks; under manual optimization, see `GatherOnCall`.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
@@ -92,7 +90,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def __init__(
         self,
-        replicate_size: int = 1,
         blocks: Sequence[str] | None = None,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
@@ -116,7 +113,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             raise UsageError(
                 f"mesh={mesh!r}: give ParallelDims, such as ParallelDims(tensor=2); in a recipe, {{tensor: 2}}"
             )
-        self.replicate_size = replicate_size
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
         self.context_method = check_method(context_method)
@@ -131,7 +127,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
         self._partial_gradients: PartialGradients | None = None  # of tensor ranks
-        self._own_sharding: dict[str, tuple[Any, Any]] | None = None  # of the module that it has sharded
+        self._own_sharding: dict[str, Any] | None = None  # of the module that it has sharded
         self._folder_writer = FolderWriter(timedelta(seconds=timeout_seconds))
         self._until_teardown = ExitStack()
 
@@ -148,18 +144,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def dims_of(self, world: int) -> ParallelDims:
         """The sizes of the mesh for `world` processes; see `ParallelDims.of_world`."""
-        if self.mesh is not None:
-            if self.replicate_size not in (1, self.mesh.replicate):
-                raise UsageError(
-                    f"replicate_size={self.replicate_size}, mesh.replicate={self.mesh.replicate}: give one of them"
-                )
-            return self.mesh.of_world(world)
-        if self.replicate_size < 1 or world % self.replicate_size:
-            raise UsageError(
-                f"replicate_size={self.replicate_size} does not divide the {world} devices: "
-                "give a divisor of num_nodes x devices"
-            )
-        return ParallelDims(replicate=self.replicate_size).of_world(world)
+        return (self.mesh or ParallelDims()).of_world(world)
 
     def setup_environment(self) -> None:
         """Check the sizes, join the process group, and name the mesh: `replicate`, `shard` and `tensor`."""
@@ -175,12 +160,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def _check_module(self, dims: ParallelDims) -> None:
         """Refuse a module that cannot be divided so, if its parameters are known yet, before any process waits."""
-        length = getattr(self._module.trainer.datamodule, "seq_len", None)
-        if isinstance(length, int) and length % (2 * dims.context) and dims.context > 1:
-            raise UsageError(
-                f"mesh.context={dims.context}: data.seq_len={length} is no multiple of {2 * dims.context}, as each "
-                "rank has a piece of the head and one of the tail of a row: change one of them"
-            )
         describe = getattr(self._module, "without_data", None)
         module = self._module if describe is None else describe()
         if next(module.parameters(), None) is not None:
@@ -188,8 +167,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Join a value over the ranks that have different tokens; tensor ranks have the same values."""
-        own = group is None and self.dims.tensor > 1
-        return super().reduce(tensor, self.groups.loss if own else group, reduce_op)
+        return super().reduce(tensor, self.groups.loss if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks say yes, or any."""
@@ -212,7 +190,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._until_teardown.enter_context(replaced(loop, "inference_mode", False))
         module = self._module
-        shard.refuse_fsdp1(module)
         sharded = any(isinstance(part, fsdp.FSDPModule) for part in module.modules())  # by itself, or by an earlier fit
         if sharded:
             self._refuse_other_sharding(module, trains=trainer.state.fn == "fit")
@@ -220,7 +197,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         with nullcontext() if sharded else shard.attributes_kept(module):
             self._shard_and_fill(module, sharded)
             self.model = self.precision_plugin.convert_module(module)
-            shard.refuse_mixed_dtypes(module)
             self.model_to_device()
         self.barrier()
         if trainer.state.fn == "fit":
@@ -261,17 +237,14 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
         made = parallelize(module, self.groups, self.options)
-        blocks = made.blocks
-        if self.dims.tensor > 1 and self.root_device.type == "cpu":
-            _refuse_compiled_and_run_again(blocks)
-        if not blocks:
+        if not made.blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
                 "name parts of it by blocks"
             )
         # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
         module._scalars = shard.Scalars(module)
-        module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, blocks.values())
+        module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, made.blocks.values())
         for step in _STEPS:
             if step != "training_step" or module._gather_on_call is None:
                 fsdp.register_fsdp_forward_method(module, step)
@@ -304,24 +277,22 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         )
 
     @property
-    def _sharding(self) -> dict[str, tuple[Any, Any]]:
-        """All that a module keeps of the run that has sharded it: by option, what is kept, and the value for a message.
+    def _sharding(self) -> dict[str, Any]:
+        """All that a module keeps of the run that has sharded it, by option.
 
         Those of `_CHANGES_RESULTS` matter when the module is only evaluated, too.
         """
-        plugin, options, dims = self.precision_plugin, self.options, self.dims
-        kept: dict[str, Any] = {
-            "mesh": f"{dims} on {self.root_device.type}",
-            "cpu_offload": self._offloads,
-            "blocks": None if self.blocks is None else tuple(self.blocks),
-            "reshard_after_forward": self.reshard_after_forward,
-            "activation_checkpointing": self.activation_checkpointing,
-            "compile_blocks": self.compile_blocks,
-            "sequence_parallel": self.sequence_parallel if dims.tensor > 1 else None,
-            "context_method": self.context_method if dims.context > 1 else None,
-        }
-        return {"trainer.plugins": (options.policy, type(plugin).__name__)} | {
-            f"FSDP2Strategy.{name}": (value, value) for name, value in kept.items()
+        options, dims = self.options, self.dims
+        return {
+            "trainer.plugins": options.policy,
+            "FSDP2Strategy.mesh": f"{dims} on {self.root_device.type}",
+            "FSDP2Strategy.cpu_offload": self._offloads,
+            "FSDP2Strategy.blocks": None if self.blocks is None else tuple(self.blocks),
+            "FSDP2Strategy.reshard_after_forward": self.reshard_after_forward,
+            "FSDP2Strategy.activation_checkpointing": self.activation_checkpointing,
+            "FSDP2Strategy.compile_blocks": self.compile_blocks,
+            "FSDP2Strategy.sequence_parallel": self.sequence_parallel if dims.tensor > 1 else None,
+            "FSDP2Strategy.context_method": self.context_method if dims.context > 1 else None,
         }
 
     def _refuse_other_sharding(self, module: Any, trains: bool) -> None:
@@ -329,12 +300,12 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         earlier = vars(module).get("_sharded_with", {})  # empty where the module shards itself
         if earlier is self._own_sharding:
             return
-        for option, (kept, value) in self._sharding.items():
-            before, value_before = earlier.get(option, (kept, value))
-            if kept != before and (trains or option in _CHANGES_RESULTS):
+        for option, value in self._sharding.items():
+            before = earlier.get(option, value)
+            if value != before and (trains or option in _CHANGES_RESULTS):
                 raise UsageError(
                     f"{option}={value}: an earlier run has sharded this {type(module).__mro__[2].__name__} with "
-                    f"{value_before}, and it stays so: give the same, or build the module anew"
+                    f"{before}, and it stays so: give the same, or build the module anew"
                 )
 
     @property
@@ -410,20 +381,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._gather_on_call.refuse_gradients_of_whole_parameters()
         else:
             closure = self._waiting.then_summed(closure)
-        if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
-            closure = self._then_averaged(closure)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         shard.drop_gathered(self._module)  # by a hook between the backward pass and the step that calls the module
         return output
-
-    def _then_averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that gives all ranks one loss: LBFGS decides by it whether it calls the closure again."""
-
-        def run() -> Any:
-            loss = closure()
-            return None if loss is None else super(FSDP2Strategy, self).reduce(loss.detach().clone(), reduce_op="mean")
-
-        return run
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -431,51 +391,26 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         return True
 
     def on_validation_start(self) -> None:
-        """Validate the module that a checkpoint would hold."""
-        super().on_validation_start()
+        """Evaluate the module that a checkpoint would hold."""
         self._take_buffers_of_rank_0()
 
-    def on_test_start(self) -> None:
-        """As before a validation."""
-        super().on_test_start()
-        self._take_buffers_of_rank_0()
-
-    def on_predict_start(self) -> None:
-        """As before a validation."""
-        super().on_predict_start()
-        self._take_buffers_of_rank_0()
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
         """Leave the module in shards, as it was: FSDP2 keeps what it has gathered for the next batch."""
-        super().on_validation_end()
         shard.drop_gathered(self._module)
 
-    def on_test_end(self) -> None:
-        """As after a validation."""
-        super().on_test_end()
-        shard.drop_gathered(self._module)
-
-    def on_predict_end(self) -> None:
-        """As after a validation."""
-        super().on_predict_end()
-        shard.drop_gathered(self._module)
+    on_test_end = on_predict_end = on_validation_end
 
     def _take_buffers_of_rank_0(self) -> None:
         """Let running statistics and other saved buffers be rank 0's on every rank; every rank must call."""
-        owners = {
-            (path, name): part
-            for path, part in self._module.named_modules()
-            for name in part._buffers
-            if name not in part._non_persistent_buffers_set
-        }
-        own = {key: part._buffers[key[1]] for key, part in owners.items() if part._buffers[key[1]] is not None}
-        there = self.broadcast({key: (buffer.shape, buffer.dtype) for key, buffer in own.items()})
-        for (path, name), (shape, dtype) in there.items():  # a buffer that grows has a shape of each rank's own
-            here = own.get((path, name))
-            if here is None or (here.shape, here.dtype) != (shape, dtype):
-                part = self._module.get_submodule(path)
-                part._buffers[name] = own[path, name] = torch.empty(shape, dtype=dtype, device=self.root_device)
-        broadcast([own[key] for key in there], self.root_device)
+        saved = [
+            buffer
+            for part in self._module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name not in part._non_persistent_buffers_set
+        ]
+        broadcast(saved, self.root_device)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, named as on one device: each rank's shards, or all of them on rank 0."""
@@ -535,13 +470,3 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each optimizer its state."""
         sharded_checkpoint.load_optimizers(self._module, self.optimizers, checkpoint["optimizer_states"])
-
-
-def _refuse_compiled_and_run_again(blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse what ends in an assertion of torch 2.13: on a CPU the graph of such a block has its outputs mixed up."""
-    for name, block in blocks.items():
-        if keeps_input_only(block) and block._compiled_call_impl is not None:
-            raise UsageError(
-                f"activation_checkpointing='full' with compile_blocks and mesh.tensor fails on a CPU ('{name}'): leave "
-                "compile_blocks out there, or take 'selective'"
-            )

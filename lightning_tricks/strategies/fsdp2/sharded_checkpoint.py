@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks._trainer.lightning import rank_zero_warn
 from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS, KeyPath, by_index, open_checkpoint
@@ -193,27 +192,11 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     own = module.state_dict(keep_vars=True)
     name_here = {clean_name(name): name for name in own}
     renamed = {name_here.get(clean_name(name), name): value for name, value in state_dict.items()}
-    where = "make the model the one that was saved"
-    if strict:
-        for name in (name for name in own if name not in renamed):
-            raise UsageError(f"the checkpoint has no '{name}': {where}, or set strict_loading of the module to False")
-        for name in (name for name in renamed if name not in own):
-            raise UsageError(f"the model has no '{name}', which the checkpoint has: {where}")
-    for name, value in renamed.items():
-        here = own.get(name)
-        if isinstance(here, Tensor) and isinstance(value, Tensor) and here.shape != value.shape:
-            raise UsageError(
-                f"'{name}' is {tuple(value.shape)} in the checkpoint and {tuple(here.shape)} here: {where}"
-            )
     module.load_state_dict({name: _as_shards(value, own.get(name)) for name, value in renamed.items()}, strict=strict)
 
 
 def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Load whole tensors by number, or shards by name, into optimizers of sharded parameters.
-
-    A warning names the trained parameters of which the checkpoint has no state, or less than of the others: they go on
-    without their moments.
-    """
+    """Load whole tensors by number, or shards by name, into optimizers of sharded parameters."""
     if len(optimizers) != len(saved):
         raise UsageError(
             f"the checkpoint has the state of {len(saved)} optimizers where there are {len(optimizers)} here: "
@@ -232,29 +215,6 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             for index, entry in state_dict["state"].items()
         }
         optimizer.load_state_dict(to_low_bit(optimizer, {**state_dict, "state": state}))
-        missing = _without_state(module, optimizer)
-        if missing:
-            rank_zero_warn(
-                f"the checkpoint has no {missing[0][1]} of '{missing[0][0]}' for {type(optimizer).__name__}"
-                + (f", nor state of {len(missing) - 1} other parameters" if missing[1:] else "")
-                + ": they start anew, as parameters do that had no gradient before it was saved"
-            )
-
-
-def _without_state(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, str]]:
-    """Name of each trained parameter that lacks state which others of its group have, or all state; and that state."""
-    names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
-    missing = []
-    for group in optimizer.param_groups:
-        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
-        expected = list(dict.fromkeys(key for state in states for key in state))
-        if not expected and ("betas" in group or group.get("momentum")):
-            expected = ["state"]
-        for parameter, state in zip(group["params"], states, strict=True):
-            lacking = [key for key in expected if key not in state]
-            if lacking and parameter.requires_grad:
-                missing.append((names.get(parameter, "?"), "optimizer state" if not state else f"'{lacking[0]}'"))
-    return missing
 
 
 def _as_shards(value: Any, like: Tensor | None) -> Any:
