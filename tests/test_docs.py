@@ -18,26 +18,10 @@ from lightning_tricks.commands.recipes import recipes_folder
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "docs/README.md"
 GUIDES = {
-    "checkpoints",
-    "command_line",
-    "data",
-    "existing_projects",
-    "export",
-    "glossary",
-    "launching",
-    "monitors",
-    "parameter_roles",
-    "playbook",
-    "precision",
-    "questions",
-    "quickstart",
-    "recipes",
-    "speed",
-    "strategies",
-    "versions",
-    "what_survives",
-    "which_optimizer",
-}
+    "checkpoints", "command_line", "data", "existing_projects", "export", "glossary", "launching", "monitors",
+    "parameter_roles", "playbook", "precision", "questions", "quickstart", "recipes", "speed", "strategies", "versions",
+    "what_survives", "which_optimizer",
+}  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", INDEX, *DOCS]
@@ -141,11 +125,7 @@ def test_no_section_of_a_card_is_empty(page):
 
 def test_a_page_without_its_last_line_or_with_the_place_of_another_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(page_lists, "DOCS", tmp_path)
-    (tmp_path / "one.md").write_text("# One\n\nText.\n\n<!-- Watch 20: a first one -->\n")
     (tmp_path / "two.md").write_text("# Two\n\n<!-- Watch 10: a second one -->\n")
-    assert page_lists.index()["pages"].count("\n## ") == len(page_lists.SECTIONS)
-    assert "## Watch\n\n- [Two](two.md): a second one.\n- [One](one.md): a first one.\n" in page_lists.index()["pages"]
-    assert {"Watch": ["two.md", "one.md"]} in page_lists.navigation()
     (tmp_path / "three.md").write_text("# Three\n\n<!-- Watch 10: a third one -->\n")
     with pytest.raises(ValueError, match="three, two: two pages have one place"):
         page_lists.pages()
@@ -177,13 +157,6 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose(page))
     local = [link for link in ("".join(pair) for pair in links) if "://" not in link]
     assert [link for link in local if broken(page, link)] == []
-
-
-@pytest.mark.parametrize("link", ["no_such_page.md", "mfu.md#no-such-heading", "#no-such-heading"])
-def test_a_link_that_leads_nowhere_is_found(link):
-    assert broken(ROOT / "docs/goodput.md", link)
-    assert not broken(ROOT / "docs/goodput.md", "mfu.md#does-not-combine-with")
-    assert not broken(ROOT / "docs/goodput.md", "#use")
 
 
 def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exists():

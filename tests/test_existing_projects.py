@@ -1,4 +1,4 @@
-"""Every monitor at once on modules that know nothing of the collection, with either Lightning."""
+"""Every monitor at once on modules that know nothing of the collection, also under pytorch_lightning."""
 
 import json
 import math
@@ -152,7 +152,7 @@ def test_stock_loggers_and_stock_callbacks_beside_them(tmp_path):
 
 PROJECT = """
 import json, sys, warnings
-{imports}
+import pytorch_lightning as pl
 import torch
 import lightning_tricks as lt
 from lightning_tricks._trainer.lightning import BACKEND
@@ -186,13 +186,12 @@ print("RESULT", json.dumps({{
 """
 
 
-def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar_option: str = "", **env: str):
-    script = PROJECT.format(imports=imports, bar=bar, bar_option=bar_option)
-    # for the other package from a server that has not imported the collection; test_package.py has all choices
-    program = python() if "lightning.pytorch" in imports else python("pytorch_lightning")
+def project(tmp_path, bar: str = "lt.TrainingProgressBar(), ", bar_option: str = "", **env: str):
+    script = PROJECT.format(bar=bar, bar_option=bar_option)
+    # from a server that has not imported the collection; test_package.py has all choices
     run = subprocess.run(
-        [program, "-c", script], cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True,
-        check=False,
+        [python("pytorch_lightning"), "-c", script], cwd=tmp_path, env={**os.environ, **env},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     line = next(line for line in run.stdout.splitlines() if line.startswith("RESULT"))
@@ -207,24 +206,15 @@ def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar
     return found, run.stdout
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_collection_builds_on_the_package_that_the_program_imported(package, tmp_path):
-    found, out = project(tmp_path, f"import {package} as pl")
-    assert found["backend"] == package.partition(".")[0]
-    assert package in found["imported"]
+def test_the_collection_builds_on_the_package_that_the_program_imported(tmp_path):
+    found, out = project(tmp_path)
+    assert found["backend"] == "pytorch_lightning"
     assert "step 6/6 (100%)" in out
     assert "norm" in out
 
 
-def test_the_environment_variable_decides_for_a_program_that_imports_ours_first(tmp_path):
-    imports = "import lightning_tricks.callbacks\nimport pytorch_lightning as pl"
-    found, out = project(tmp_path, imports, LIGHTNING_TRICKS_BACKEND="pytorch_lightning")
-    assert found["backend"] == "pytorch_lightning"
-    assert "step 6/6 (100%)" in out
-
-
 def test_monitors_of_one_package_work_under_the_trainer_of_the_other(tmp_path):
     option = "enable_progress_bar=False,"  # a bar of the other package is not known as one
-    found, _ = project(tmp_path, "import pytorch_lightning as pl", "", option, LIGHTNING_TRICKS_BACKEND="lightning")
+    found, _ = project(tmp_path, "", option, LIGHTNING_TRICKS_BACKEND="lightning")
     assert found["backend"] == "lightning"
     assert set(found["imported"]) == {"lightning.pytorch", "pytorch_lightning"}

@@ -100,36 +100,9 @@ def test_all_links_anchors_and_images_lead_somewhere(out, parsed):
     assert broken_links(out / "html", parsed) == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/index.html").write_text('<h1 id="here">', encoding="utf-8")
-    links = (
-        '<a href="other/#here"></a><a href="other/#gone"></a><a href="/none/"></a><img src="gone.svg"><a href="#up">'
-    )
-    (tmp_path / "index.html").write_text(links, encoding="utf-8")
-    assert broken_links(tmp_path, pages_in(tmp_path)) == [
-        "index.html: other/#gone has no such anchor",
-        "index.html: /none/ is not there",
-        "index.html: #up has no such anchor",
-        "index.html: gone.svg is not there",
-    ]
-
-
 def test_no_page_loads_anything_from_another_host(parsed):
     loaded = {file for page in parsed.values() for file in page.files}
     assert [file for file in sorted(loaded) if urlsplit(file).netloc] == []
-
-
-def test_a_strict_build_names_a_link_that_is_broken(tmp_path, monkeypatch):
-    def stage(folder: Path) -> None:
-        build_site.write(folder / "docs/README.md", "# Home\n\n[gone](gone.md) and [no anchor](#none)\n")
-        build_site.write(folder / "mkdocs.yml", "site_name: small\ndocs_dir: docs\nsite_dir: html\nnav: [README.md]\n")
-
-    monkeypatch.setattr(build_site, "stage", stage)
-    said = "\n".join(build_site.build(tmp_path / "site"))
-    assert "README.md:3" in said
-    assert "2 issues found" in said
-    assert "Traceback" not in said
 
 
 def test_links_out_of_the_docs_are_rewritten_outside_of_code_alone():
@@ -232,39 +205,6 @@ def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(o
     assert "\n## API\n\n- [`EMA`](reference/callbacks.md#EMA): Keeps an exponential moving average" in card
 
 
-def test_signatures_are_written_as_in_the_code(tmp_path):
-    source = '''
-LIMIT = 3
-
-class Thing:
-    """Thing that is *starred* and uses a_b.
-
-    - one
-
-    Args:
-        size: of `Other`.
-    """
-    def __init__(self, size: int = LIMIT, *, name: str | None = None, **rest) -> None: ...
-
-def call(a, /, b=1, *values: int) -> list[int]:
-    """Call it.
-
-    Returns:
-        Two lists: one for each <side>.
-    """
-'''
-    (tmp_path / "made_up.py").write_text(source, encoding="utf-8")
-    module = api_pages.griffe.load(
-        "made_up", search_paths=[tmp_path], allow_inspection=False, docstring_parser="google"
-    )
-    assert api_pages._signature("Thing", module["Thing"]) == "Thing(size: int = 3, *, name: str | None = None, **rest)"
-    assert api_pages._signature("call", module["call"]) == "call(a, /, b=1, *values: int) -> list[int]"
-    shown = api_pages._docstring(module["Thing"], {"Other": "other.md#Other"})
-    assert shown.startswith("Thing that is \\*starred\\* and uses a\\_b.\n\n- one\n\n**Arguments**")
-    assert "- `size` (`int`, default `3`): of [`Other`](other.md#Other)." in shown
-    assert "**Returns:** Two lists: one for each \\<side>." in api_pages._docstring(module["call"], {})
-
-
 # ---- search and llms.txt
 
 
@@ -299,9 +239,3 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "zensical", None)
     assert build_site.main([]) == 1
     assert capsys.readouterr().err == "zensical is missing: pip install -c constraints.txt '.[docs]'\n"
-
-
-def test_a_build_with_faults_prints_them_and_returns_1(monkeypatch, capsys):
-    monkeypatch.setattr(build_site, "build", lambda url: ["page does not exist", "1 issue found"])
-    assert build_site.main(["--url", "https://docs.example/"]) == 1
-    assert capsys.readouterr().out == "page does not exist\n1 issue found\n"

@@ -39,16 +39,9 @@ from lightning_tricks.monitors.tensorboard_dashboard import redirect_page, table
 
 ATTACK = "hf\nckpt_path: evil.ckpt\nweights_only: false\n#"
 NAMES = [
-    ATTACK,
-    "a'b\"c # d: e",
-    "\x1b[2J\x1b]0;x\x07",
-    "\u2028\u202e",
-    "\udcff",
-    "`|<b>$(x)`",
-    "{x}, [y]: &z",
-    "null",
+    ATTACK, "a'b\"c # d: e", "\x1b[2J\x1b]0;x\x07", "\u2028\u202e", "\udcff", "`|<b>$(x)`", "{x}, [y]: &z", "null",
     "1e3",
-]
+]  # fmt: skip
 names = pytest.mark.parametrize("name", NAMES)
 utf8_names = pytest.mark.parametrize("name", [name for name in NAMES if name != "\udcff"])  # safetensors opens these
 
