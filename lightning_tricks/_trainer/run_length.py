@@ -1,4 +1,4 @@
-"""The length of a run in optimizer steps, from `max_steps` and `max_epochs`, where Lightning keeps it, and its last step.
+"""The length of a run in optimizer steps, by `max_steps` and `max_epochs`, its last step, where Lightning keeps it.
 
 Lightning's `Trainer.estimated_stepping_batches` is not enough after a resume. It sets up the training loaders if nobody
 has done so yet, and a loader that has not been resumed by then would begin at its first batch. It also counts whole
