@@ -32,6 +32,7 @@ from lightning_tricks.strategies import DeepSpeedZeROStrategy
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together
 from lightning_tricks.strategies.fsdp2.sharded_checkpoint import shards_to_save, state_by_name, write_shards
 
+pytestmark = pytest.mark.long
 FLIPS = 20
 WIDTH = 32
 
@@ -289,7 +290,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
 def test_every_rank_gets_rank_0s_values_of_tensors_that_are_not_dense(folder):
     assert (folder / "broadcasts").is_dir()  # each rank has compared them
 
@@ -344,7 +344,6 @@ def test_every_flipped_bit_and_every_missing_file_is_found(folder, name, tmp_pat
         file.write_bytes(content)
 
 
-@pytest.mark.long
 def test_ranks_share_the_reading_and_say_the_same(folder, tmp_path):
     for name in ("good", *FILES):
         shutil.copytree(folder / "overwritten_in_flight" / "async.ckpt", tmp_path / name)
@@ -358,7 +357,6 @@ def alone_and_damaged(rank: int, folder: Path) -> None:
     damaged(rank, folder)
 
 
-@pytest.mark.long
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_and_the_next_save_nothing_else(tmp_path):
     processes.run(saved, tmp_path, 3)
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):

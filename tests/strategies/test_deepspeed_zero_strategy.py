@@ -58,23 +58,6 @@ class Sgd(CausalLM):
         return torch.optim.SGD(decay_groups(self, weight_decay=0.1), lr=0.5)
 
 
-class Quartered(Sgd):
-    """Whose gradients are a quarter of its loss's, as TokenMeanMixin scales them; no scale is left over."""
-
-    def on_train_batch_start(self, *_):
-        assert getattr(self.trainer.optimizers[0], "loss_scale", 1.0) == 1.0
-
-    def on_after_backward(self):
-        if self.trainer.fit_loop._should_accumulate():
-            return
-        factor = torch.tensor(0.25)
-        if hasattr(self.trainer.strategy, "scale_gradients"):
-            self.trainer.strategy.scale_gradients(factor)
-        else:
-            for parameter in self.parameters():
-                parameter.grad.mul_(factor)
-
-
 class Manual(CausalLM):
     """Steps by itself, after two backward passes."""
 
@@ -163,8 +146,6 @@ def one_process() -> dict[str, Any]:
     for name, model, options in (
         ("CausalLM", CausalLM(), {"gradient_clip_val": 0.3, "epochs": 4}),
         ("Sgd", Sgd(), {"gradient_clip_val": 0.3}),
-        ("Quartered", Quartered(), {"gradient_clip_val": 0.6}),
-        ("not quartered", Sgd(), {"gradient_clip_val": 0.6}),
         ("Manual", Manual(), {"gradient_clip_val": None}),
         ("window", CausalLM(), {"accumulate_grad_batches": 2, "epochs": 3}),  # an epoch's last window is of one batch
     ):
@@ -271,7 +252,6 @@ def stage_runs(case: Any, losses: Any, stage: int, rank: int, folder: Path) -> N
     case(("losses", stage), from_rank_0)
     case(("spoilt", stage), spoilt)
     case(("sgd", stage), lambda: plain(Sgd()))
-    case(("quartered", stage), lambda: plain(Quartered(), gradient_clip_val=0.6))
     case(("manual", stage), lambda: plain(Manual(), gradient_clip_val=None))
     case(("window", stage), lambda: plain(CausalLM(), accumulate_grad_batches=2, epochs=3, gradient_clip_val=1.0))
     case(("bf16-mixed", stage), lambda: bf16("bf16-mixed"))
@@ -390,12 +370,6 @@ def close(found, expected, tolerance=1e-5):
 def test_losses_are_those_of_one_process_and_of_rank_0s_weights(zero, one, stage, case, alone):
     """In plain steps, with a clip that shows, after two backward passes, and where a window ends with the epoch."""
     close(zero((case, stage)), one[alone])
-
-
-@STAGES
-def test_scaled_gradients_are_clipped_as_if_the_loss_had_been_scaled(zero, one, stage):
-    close(zero(("quartered", stage)), one["Quartered"])
-    assert max(abs(a - b) for a, b in zip(one["Quartered"], one["not quartered"], strict=True)) > 5e-2
 
 
 @STAGES

@@ -1,17 +1,23 @@
-"""FSDP2 under manual optimization: several backward passes and steps in a training step, as in one process."""
+"""Backward passes under FSDP2: several in a step of manual optimization, and those that sum gradients over the ranks."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes, runs
+from harness.models import Small, rows
+from harness.models import batches as row_batches
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks._core.tensors import local
+from lightning_tricks.commands.plan.fake_cluster import fake_world
+from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.strategies import FSDP2Strategy
+from lightning_tricks.strategies.fsdp2.backward_passes import WaitingGradients, _groups
 
 WIDTH = 8
 
@@ -188,35 +194,84 @@ def test_a_second_fit_and_the_count_of_flops_find_what_the_first_has_made():
     assert counts[0].found == counts[1].found
 
 
-def refused(cls, message):
-    with pytest.raises(UsageError, match=message) as caught:
+class Direct(GAN):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        (batch[0] @ self.discriminator[0].weight.T).sum()
+
+
+class Behind(GAN):
+    def manual_backward(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("cls", "line"),
+    [
+        (Direct, "Direct.training_step uses a sharded parameter: .* put the computation into the forward of a"),
+        (Behind, r"the gradient of 'generator\.0\.weight' was not reduced over the devices: call self.manual_backward"),
+    ],
+)
+def test_a_step_past_lightning_is_refused(cls, line):
+    with pytest.raises(UsageError, match=f"^{line}[^\n]*$"):
         fit(cls(), FSDP2Strategy())
-    assert "\n" not in str(caught.value)
 
 
-def test_a_parameter_used_without_a_call_after_a_step_is_refused():
-    class Direct(GAN):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            (batch[0] @ self.discriminator[0].weight.T).sum()
-
-    refused(Direct, r"^Direct.training_step uses a sharded parameter: .* put the computation into the forward of a")
+# ---- gradients that wait for the last micro-batch of a step
 
 
-def test_another_error_of_a_step_is_its_own():
-    class Fails(GAN):
-        def training_step(self, batch, batch_idx):
-            raise RuntimeError("out of reach")
-
-    with pytest.raises(RuntimeError, match=r"^out of reach$"):
-        fit(Fails(), FSDP2Strategy())
+def train_in_windows(module, **options):
+    strategy = FSDP2Strategy(reduce_gradients="step")
+    data = row_batches(rows(8, 2, 4))
+    return runs.fit(module, data=data, strategy=strategy, accumulate_grad_batches=2, max_steps=2, **options)
 
 
-def test_a_backward_pass_behind_lightnings_back_is_refused():
-    class Behind(GAN):
-        def manual_backward(self, loss):
-            loss.backward()
+def end_in_the_second(module, batch):
+    if len(module.losses) == 1:
+        raise ZeroDivisionError
 
-    refused(
-        Behind, r"^the gradient of 'generator\.0\.weight' was not reduced over the devices: call self.manual_backward"
-    )
+
+class NoLossInTheSecond(Small):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 refuses the second fit")
+def test_a_fit_after_one_that_failed_within_a_step_starts_without_its_gradients():
+    clean, failed = Small(4, 1), Small(4, 1, act=end_in_the_second)
+    train_in_windows(clean)
+    with pytest.raises(ZeroDivisionError):
+        train_in_windows(failed)
+    failed.act = lambda module, batch: None
+    failed.losses.clear()
+    train_in_windows(failed)
+    assert runs.same(list(weights(failed).values()), list(weights(clean).values()))
+
+
+def test_a_step_whose_last_micro_batch_has_no_loss_is_refused():
+    with pytest.raises(UsageError, match="reduce_gradients='step': training_step returned None for the last micro-ba"):
+        train_in_windows(NoLossInTheSecond(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "share", "reduce_dtype"),
+    # this rank's part of the sum over all ranks; the whole gradient, also where weights are bf16
+    [("micro_batch", 1 / 4, None), ("step", 1, None), ("step", 1, torch.float32)],
+)
+def test_between_micro_batches_a_rank_keeps_so_many_bytes_of_gradients(reduction, share, reduce_dtype):
+    waiting = WaitingGradients(reduction)
+    with fake_world(0, 8):
+        module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        mesh = Mesh.of(ParallelDims(replicate=2).of_world(8), "cpu").weights
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) if reduce_dtype else MixedPrecisionPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        for _ in range(2):
+            waiting.before_backward(module, accumulates=True)
+            module(torch.ones(1, 64)).float().sum().backward()
+        (group,) = _groups(module)
+        kept = [parameter.grad for parameter in module.parameters()]
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            kept += [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+        sizes = [local(tensor).nbytes for tensor in kept if tensor is not None]
+        assert sum(sizes) == share * 4 * 2 * 64 * 64
