@@ -87,8 +87,8 @@ from lightning_tricks.schedules.curves import WarmupLinear as WarmupLinear
 from lightning_tricks.schedules.curves import WarmupStableDecay as WarmupStableDecay
 from lightning_tricks.schedules.schedule import Schedule as Schedule
 from lightning_tricks.schedules.schedule_lr import ScheduleLR as ScheduleLR
-from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed as consolidate_deepspeed
-from lightning_tricks.strategies.deepspeed.deepspeed_zero_strategy import DeepSpeedZeROStrategy as DeepSpeedZeROStrategy
+from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed as consolidate_deepspeed
+from lightning_tricks.strategies.deepspeed_zero_strategy import DeepSpeedZeROStrategy as DeepSpeedZeROStrategy
 from lightning_tricks.strategies.fsdp2.fsdp2_strategy import FSDP2Strategy as FSDP2Strategy
 
 __version__: str

@@ -206,6 +206,7 @@ def project(tmp_path, bar: str = "lt.TrainingProgressBar(), ", bar_option: str =
     return found, run.stdout
 
 
+@pytest.mark.long
 def test_the_collection_builds_on_the_package_that_the_program_imported(tmp_path):
     found, out = project(tmp_path)
     assert found["backend"] == "pytorch_lightning"
@@ -213,6 +214,7 @@ def test_the_collection_builds_on_the_package_that_the_program_imported(tmp_path
     assert "norm" in out
 
 
+@pytest.mark.long
 def test_monitors_of_one_package_work_under_the_trainer_of_the_other(tmp_path):
     option = "enable_progress_bar=False,"  # a bar of the other package is not known as one
     found, _ = project(tmp_path, "", option, LIGHTNING_TRICKS_BACKEND="lightning")

@@ -12,9 +12,8 @@ import re
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,45 +153,14 @@ def slurm(job: Job, devices: int, *overrides: str, ranks: tuple[int, ...] | None
         job.start(python(), *command, **{f"SLURM_{name}": str(value) for name, value in env.items()})
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
-    """Two hosts: what to put before a command to run it there, and what of the environment is the host's own."""
-    names, links = ([f"{kind}{end}{os.getpid() % 100000}" for end in "ab"] for kind in ("lthost", "ltv"))
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
-            ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-            stack.callback(subprocess.run, ["ip", "link", "delete", links[0]], stderr=subprocess.DEVNULL)
-            for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
-                ip("link", "set", link, "netns", name)
-                ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", link)
-                for device in (link, "lo"):
-                    ip("-n", name, "link", "set", device, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", None) or error
-            warnings.warn(f"no network namespaces ({said}): two loopback addresses in their place", stacklevel=1)
-            yield [([], {"address": address, "link": "lo"}) for address in ("127.0.0.2", "127.0.0.3")]
-            return
-        yield [
-            (["ip", "netns", "exec", name], {"address": f"10.77.0.{number}", "link": link})
-            for number, (name, link) in enumerate(zip(names, links, strict=True), start=1)
-        ]
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-def on_two_hosts(job: Job, hosts: Any, **options: Any) -> None:
-    first, port = hosts[0][1], str(free_port())
-    for rank, (enter, host) in enumerate(hosts):
+def on_two_hosts(job: Job, **options: Any) -> None:
+    """Two addresses of this machine, each with a torchrun of its own."""
+    addresses, port = ("127.0.0.2", "127.0.0.3"), str(free_port())
+    for rank, address in enumerate(addresses):
         job.start(
-            *enter, python(), "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
-            "--nproc-per-node", "1", "--master-addr", first["address"], "--master-port", port,
-            "--local-addr", host["address"], *fit(1, "--trainer.num_nodes=2", **options),
-            GLOO_SOCKET_IFNAME=host["link"],
+            python(), "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
+            "--nproc-per-node", "1", "--master-addr", addresses[0], "--master-port", port,
+            "--local-addr", address, *fit(1, "--trainer.num_nodes=2", **options), GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
 
 
@@ -230,33 +198,29 @@ def is_alone(job: Job, came: int) -> None:
 HANGS = {"rank": 1, "step": 6, "how": "hang"}
 
 
-# by name, in the order of the tests: what to do with a job of its own, given the two hosts
-RUNS: dict[str, Callable[[Job, Any], None]] = {
-    "torchrun": lambda job, hosts: trains(job, torchrun, 2),
-    "lightning": lambda job, hosts: trains(job, lightning, 2),
-    "slurm": lambda job, hosts: trains(job, slurm, 2),
-    "two hosts": lambda job, hosts: trains(job, on_two_hosts, hosts),
-    "goes on": lambda job, hosts: goes_on(job, 2, fail={"rank": 1, "step": 5}),
-    "child is killed": lambda job, hosts: fails(job, lightning, 2, fail={"rank": 1, "step": 2}),
-    "first is killed": lambda job, hosts: fails(
-        job, lightning, 3, fail={"rank": 0, "step": 2, "others": "stuck"}, grace=4.0
-    ),
-    "killed far away": lambda job, hosts: fails(
-        job, on_two_hosts, hosts, fail={"rank": 1, "step": 2, "others": "sleep"}, grace=3.0
-    ),
-    "raises": lambda job, hosts: fails(job, torchrun, 3, fail={"rank": 1, "step": 2, "how": "raise"}),
-    "rank 0 alone": lambda job, hosts: is_alone(job, 0),
-    "rank 1 alone": lambda job, hosts: is_alone(job, 1),
+# by name, in the order of the tests: what to do with a job of its own
+RUNS: dict[str, Callable[[Job], None]] = {
+    "torchrun": lambda job: trains(job, torchrun, 2),
+    "lightning": lambda job: trains(job, lightning, 2),
+    "slurm": lambda job: trains(job, slurm, 2),
+    "two hosts": lambda job: trains(job, on_two_hosts),
+    "goes on": lambda job: goes_on(job, 2, fail={"rank": 1, "step": 5}),
+    "child is killed": lambda job: fails(job, lightning, 2, fail={"rank": 1, "step": 2}),
+    "first is killed": lambda job: fails(job, lightning, 3, fail={"rank": 0, "step": 2, "others": "stuck"}, grace=4.0),
+    "killed far away": lambda job: fails(job, on_two_hosts, fail={"rank": 1, "step": 2, "others": "sleep"}, grace=3.0),
+    "raises": lambda job: fails(job, torchrun, 3, fail={"rank": 1, "step": 2, "how": "raise"}),
+    "rank 0 alone": lambda job: is_alone(job, 0),
+    "rank 1 alone": lambda job: is_alone(job, 1),
     # the one that hangs in step 7 is the unbroken run of six steps for the one that is killed in step 5
-    "tensor hangs": lambda job, hosts: fails(job, torchrun, 4, mesh("tensor"), fail=HANGS),
-    "tensor killed": lambda job, hosts: goes_on(job, 4, mesh("tensor"), fail={"rank": 2, "step": 4}),
-    "context hangs": lambda job, hosts: fails(job, torchrun, 4, mesh("context"), fail=HANGS),
-    "context killed": lambda job, hosts: goes_on(job, 4, mesh("context"), fail={"rank": 2, "step": 4}),
+    "tensor hangs": lambda job: fails(job, torchrun, 4, mesh("tensor"), fail=HANGS),
+    "tensor killed": lambda job: goes_on(job, 4, mesh("tensor"), fail={"rank": 2, "step": 4}),
+    "context hangs": lambda job: fails(job, torchrun, 4, mesh("context"), fail=HANGS),
+    "context killed": lambda job: goes_on(job, 4, mesh("context"), fail={"rank": 2, "step": 4}),
 }
 
 
 @pytest.fixture(scope="module")
-def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
+def ended(tmp_path_factory) -> Iterator[Callable[[str], Job]]:
     """A function that waits for the run of that name; ends what is left of all."""
     jobs = {name: Job(tmp_path_factory.mktemp(name.replace(" ", "_"))) for name in RUNS}
     for name, job in jobs.items():
@@ -265,7 +229,7 @@ def ended(hosts, tmp_path_factory) -> Iterator[Callable[[str], Job]]:
         with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
             writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
     python()
-    with threads({name: (RUNS[name], job, hosts) for name, job in jobs.items()}) as wait:
+    with threads({name: (RUNS[name], job) for name, job in jobs.items()}) as wait:
         yield lambda name: (wait(name), jobs[name])[1]
     for job in jobs.values():
         for pid in left_over(job.folder):

@@ -283,11 +283,8 @@ def test_the_sigterm_broadcast_comes_before_each_batch_of_several_processes(monk
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(type(trainer), "world_size", 2)
 
-    hooks = {
-        "on_train_batch_start": lambda *_: seen.append("batch"),
-        "on_train_batch_end": lambda *_: monkeypatch.undo(),
-    }
-    trainer = trainer_with(On(on_train_start=two, **hooks))
+    batch, end = lambda *_: seen.append("batch"), lambda *_: monkeypatch.undo()
+    trainer = trainer_with(On(on_train_start=two, on_train_batch_start=batch, on_train_batch_end=end))
     owner, name = _trainer.sigterm_broadcast(trainer)
     with replaced(owner, name, lambda: seen.append("broadcast")):
         trainer.fit(model_with(), data(2))
@@ -480,18 +477,6 @@ def test_lightnings_private_state_is_read_in_one_file_only():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "trainer.fit_loop", "self.trainer.strategy._lightning_module", "module._trainer", 'getattr(x, "_compiler_ctx")',
-        "[c.__name__ for c in type(trainer.strategy).__mro__]", 'type(error).__name__ == "SIGTERMException"',
-    ],
-)  # fmt: skip
-def test_a_private_read_would_have_been_found(code):
-    assert len(list(private_reads(ast.parse(code)))) == 1
-    assert not list(private_reads(ast.parse("self._trainer.max_steps, self._device_mesh, type(x).__name__")))
-
-
 def test_an_epoch_is_over_at_its_last_batch_and_until_the_next_begins():
     found = answers(_trainer.epoch_is_over, hook="on_train_batch_end", max_epochs=2)
     assert found == [False, False, True] * 2
@@ -600,10 +585,7 @@ def test_the_updates_of_a_plateau_are_those_after_all_that_belongs_to_the_batche
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "monitor": "train/loss", **when},
-            }
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train/loss", **when}}
 
     begun, updates = [], []
 
@@ -744,9 +726,6 @@ def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert found == {"before": False, "forward": True}
-    from torch._inductor.compile_fx import compile_fx_inner  # which the backward of torch's own backend goes through
-
-    assert callable(compile_fx_inner)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_end"])

@@ -52,8 +52,7 @@ class ParallelDims:
         """Refuse sizes that cannot be."""
         for axis in fields(self):
             size = getattr(self, axis.name)
-            left = axis.name == "shard" and size == -1
-            if not left and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size < 1 and (axis.name, size) != ("shard", -1):
                 hint = ", or -1 for all processes that are left" if axis.name == "shard" else ""
                 raise UsageError(f"mesh.{axis.name}={size!r}: give a whole number of at least 1{hint}")
             if axis.name in _LATER and size != 1:

@@ -49,14 +49,11 @@ def load_deepspeed() -> Any:
     try:
         import deepspeed
     except Exception as error:  # it probes compilers and devices while it is imported
+        line, _, _ = str(error).strip().partition("\n")
         raise UsageError(
-            f"strategy: deepspeed is installed but does not import ({_first_line(error)}): {INSTALL} --force-reinstall"
+            f"strategy: deepspeed is installed but does not import ({line}): {INSTALL} --force-reinstall"
         ) from error
     return deepspeed
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class Layout(NamedTuple):
@@ -69,23 +66,17 @@ class Layout(NamedTuple):
 
     def refuse_other(self, stage: int, world_size: int, precision: str) -> None:
         """Refuse to resume a run with another number of processes, another kind of stage or another precision."""
-        remedy = "or make one file of its weights with consolidate_deepspeed and start from those"
-        if self.world_size != world_size:
-            raise UsageError(
-                f"the checkpoint {self.path} is of {self.world_size} processes, this run has {world_size}, and "
-                f"DeepSpeed does not divide it anew: run on {self.world_size} devices, {remedy}"
-            )
-        if self.weights_sharded != (stage == 3):
-            stages = "stage 3" if self.weights_sharded else "stage 1 or 2"
-            raise UsageError(
-                f"the checkpoint {self.path} is of {stages}, this run has stage={stage}: change it, {remedy}"
-            )
-        if self.bf16 != precision.startswith("bf16"):
-            was = "bf16" if self.bf16 else "fp32 or fp16"
-            raise UsageError(
-                f"the checkpoint {self.path} is of a run in {was}, this one has trainer.precision={precision}: change "
-                f"it, {remedy}"
-            )
+        stages, precisions = ("1 or 2", "3"), ("fp32 or fp16", "bf16")
+        for what, there, here in (
+            ("world size", self.world_size, world_size),
+            ("stage", stages[self.weights_sharded], stages[stage == 3]),
+            ("precision", precisions[self.bf16], precisions[precision.startswith("bf16")]),
+        ):
+            if there != here:
+                raise UsageError(
+                    f"the checkpoint {self.path} is of {what} {there}, this run of {here}: run as it was saved or make "
+                    "one file of its weights with consolidate_deepspeed and start from those"
+                )
 
 
 def read_layout(folder: Any) -> Layout:

@@ -1,4 +1,4 @@
-"""Backward passes under FSDP2: several in a step of manual optimization, and those that sum gradients over the ranks."""
+"""Backward passes under FSDP2: several in a step of manual optimization, and the one that sums over the ranks."""
 
 import lightning.pytorch as pl
 import pytest

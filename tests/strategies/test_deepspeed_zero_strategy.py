@@ -525,9 +525,9 @@ def test_stage_1_and_2_open_each_others_checkpoints(zero):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other stage", ["is of stage 1 or 2", "stage=3", "consolidate_deepspeed"]),
-        ("other precision", ["is of a run in fp32 or fp16", "trainer.precision=bf16-mixed"]),
-        ("other world", ["is of 1 processes", "this run has 2"]),
+        ("other stage", ["is of stage 1 or 2, this run of 3", "consolidate_deepspeed"]),
+        ("other precision", ["is of precision fp32 or fp16, this run of bf16"]),
+        ("other world", ["is of world size 1, this run of 2"]),
         ("two optimizers", ["gives 2 optimizers and 0 schedulers", "FSDP2Strategy"]),
         ("shapes", ["Adafactor needs the shapes"]),
         ("other model", ["'model.lm_head.weight' has shape (65, 32) here and (64, 32) there"]),
