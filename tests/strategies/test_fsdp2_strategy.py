@@ -5,7 +5,7 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
-from foreign import CausalLM, language_model, rows, token_batches, train
+from foreign import CausalLM, rows, train
 from harness import processes, runs
 from harness.models import Small, batches
 from torch import nn
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor, StepGuard
-from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.precision import BF16Mixed, BF16True
@@ -148,39 +147,6 @@ def test_foreign_modules_train_as_in_one_process():
         run = fit(model, "auto", 1, rows(), GradNormMonitor(), max_steps=3)
         expected[kind] = (model.losses, whole(model), run.of("train/grad_norm"))
     processes.run(foreign_in_two, expected)
-
-
-CONFIGS = {
-    "llama": Llama(vocab_size=64, d_model=32, n_layers=3, n_heads=2, max_seq_len=32),
-    "tied": GPT2(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32),
-}
-
-
-def ours_in_two(rank: int, expected: dict) -> None:
-    for (name, compiled), (weights, metrics, names) in expected.items():
-        model = language_model(CONFIGS[name], compile_blocks=compiled)
-        run = fit(model, FSDP2Strategy(), 2, token_batches(rank, 2), max_steps=4)
-        for at, weight in whole(model).items():
-            torch.testing.assert_close(weight, weights[at], rtol=1e-4, atol=2e-5, msg=f"{name} {at}")
-        if name == "tied":
-            assert model.decoder.head.weight is model.decoder.embed.weight
-        if rank == 0:
-            for key, values in metrics.items():
-                assert run.of(key) == pytest.approx(values, rel=1e-5), key
-        groups = run.trainer.optimizers[0].param_groups
-        assert [group["name"] for group in groups] == names
-
-
-@pytest.mark.long
-def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
-    expected = {}
-    for name, compiled in (("llama", False), ("tied", False)):
-        model = language_model(CONFIGS[name])
-        run = fit(model, data=token_batches(), max_steps=4)
-        metrics = {key: run.of(key) for key in ("train/loss", "train/lr", "train/grad_norm")}
-        names = [group["name"] for group in run.trainer.optimizers[0].param_groups]
-        expected[name, compiled] = (whole(model), metrics, names)
-    processes.run(ours_in_two, expected)
 
 
 def gradients_in_two(rank: int, expected: dict) -> None:
