@@ -99,7 +99,8 @@ def test_every_part_keeps_the_tokens_of_a_step_and_the_interval_of_validation(pa
     assert {path.stem for path in (recipes_folder() / "parts").glob("*.yaml")} == PARTS.keys()
     _, data, trainer = built("llama7b", part)
     assert (trainer["num_nodes"], trainer["devices"]) == PARTS[part]
-    assert trainer["strategy"].mesh.replicate == trainer["num_nodes"], "sharded within a host, copied between them"
+    replicas = trainer["strategy"].dims_of(processes(trainer)).replicate
+    assert replicas == trainer["num_nodes"], "sharded within a host, copied between them"
     rows = data.micro_batch_size * trainer["accumulate_grad_batches"] * trainer["devices"] * trainer["num_nodes"]
     assert rows * data.seq_len == TOKENS_A_STEP["llama7b"]
     assert trainer["val_check_interval"] == 1000 * trainer["accumulate_grad_batches"]

@@ -137,12 +137,10 @@ def check_divisible(named: Mapping[str, tuple[nn.Module, str]], module: nn.Modul
         else:
             continue
         placement = _WORDS[word]
-        field = list(sizes)[placement.dim] if isinstance(placement, Shard) else None
-        if field is not None and sizes[field] % parts:
+        field, size = list(sizes.items())[placement.dim] if isinstance(placement, Shard) else ("", 0)
+        if size % parts:
             hint = "pad the vocabulary, or " if word in ("embedding_rowwise", "vocabulary") else ""
-            raise UsageError(
-                f"mesh.tensor={parts} does not divide {field}={sizes[field]} of '{name}': {hint}take another size"
-            )
+            raise UsageError(f"mesh.tensor={parts} does not divide {field}={size} of '{name}': {hint}take another size")
 
 
 def divide(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence_parallel: bool) -> None:
