@@ -182,12 +182,13 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 REPLICAS = "--trainer.strategy.init_args.mesh={replicate: 2}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "part", "options"),
     [
         ("llama1b", None, []),
         ("llama7b", "2x8", [REPLICAS]),  # the other parts differ from it in what two processes cannot have
-        pytest.param("llama7b_deepspeed", None, [], marks=[needs_deepspeed, pytest.mark.long]),
+        pytest.param("llama7b_deepspeed", None, [], marks=needs_deepspeed),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
