@@ -326,11 +326,9 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, ended):
 def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_others(axis, ended):
     """Ranks 0 and 3 have a group with rank 1 each, rank 2 has none: it waits for them."""
     job = ended(f"{axis} hangs")
-    said = {line for line in job.out.splitlines() if " behind" in line}
+    said = {re.sub(r" for \d+ s", "", line) for line in job.out.splitlines() if " behind" in line}  # each rank's own
     assert len(said) == 1, job.out[-5000:]
-    assert re.match(
-        r"HangWatchdog: rank 1 of 4 on \S+ is behind: in the forward of step 7 for \S+ s: threading.py:", said.pop()
-    )
+    assert re.match(r"HangWatchdog: rank 1 of 4 on \S+ is behind: in the forward of step 7: threading.py:", said.pop())
     assert "in the optimizer of step 7" not in job.out  # a strategy's own backward is a backward
     assert job.out.count("is ended, with exit code 1") == 4
 
