@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
-from lightning_tricks.guards.averages.ema import decay_at
-from lightning_tricks.guards.averages.weight_average import AveragedWeights, Swap
+from lightning_tricks.guards.averages import AveragedWeights, Swap, decay_at
 from lightning_tricks.precision import BF16True
 
 

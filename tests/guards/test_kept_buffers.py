@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_tricks import EMA, FP16Mixed, StepGuard, TailAverage
-from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
+from lightning_tricks.guards.step_guard import KeptBuffers
 
 SKIP, MAKE = torch.tensor(1.0), torch.tensor(0.0)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from lightning_tricks.guards.judging import Judgement
 from lightning_tricks.guards.outlier_window import OutlierWindow
-from lightning_tricks.guards.step_guard.judging import Judgement
 
 ACCEPTED = torch.tensor(True)
 NONE = torch.finfo(torch.float64).max

@@ -30,16 +30,16 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.process import process_age
 from lightning_tricks.checkpoints import atomic_checkpoint_io
 from lightning_tricks.checkpoints.check_checkpoint import identity
-from lightning_tricks.guards.preemption import loader_workers, stop_signals
-from lightning_tricks.guards.preemption.loader_workers import shielded_workers
-from lightning_tricks.guards.preemption.preemption import Agreement, Preempted
-from lightning_tricks.guards.preemption.stop_signals import (
+from lightning_tricks.guards import stop_signals
+from lightning_tricks.guards.preemption import Agreement, Preempted
+from lightning_tricks.guards.stop_signals import (
     Reason,
     StopSignals,
     deadline,
     job_id,
     requeue,
     seconds_left_in_job,
+    shielded_workers,
 )
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -420,7 +420,7 @@ def test_loader_workers_outlive_signals_that_are_not_their_loaders(context, kind
 def test_workers_of_torch_are_shielded_also_where_nobody_has_imported_torchdata(monkeypatch):
     monkeypatch.delitem(sys.modules, StatefulDataLoader.__module__)
     with shielded_workers():
-        assert torch.utils.data._utils.worker._worker_loop is loader_workers.worker_loop
+        assert torch.utils.data._utils.worker._worker_loop is stop_signals.worker_loop
 
 
 def test_on_a_system_that_cannot_wait_for_signals_workers_are_left_as_they_are(monkeypatch):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks.checkpoints.record import Record
-from lightning_tricks.guards.saving.checkpoint_folder import Retention, best_first, last_of, to_delete, to_make_room
+from lightning_tricks.guards.checkpoint_folder import Retention, best_first, last_of, to_delete, to_make_room
 
 RECORDS = st.builds(
     Record,

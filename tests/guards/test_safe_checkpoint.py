@@ -26,10 +26,10 @@ from lightning_tricks.callbacks import ExactResume, SafeCheckpoint
 from lightning_tricks.checkpoints import atomic_checkpoint_io, check_checkpoint
 from lightning_tricks.checkpoints.record import KEY, Record, read_record, to_json
 from lightning_tricks.checkpoints.snapshot import HostBuffers
-from lightning_tricks.guards.saving import checkpoint_folder
-from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder, Retention, move_last
-from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
-from lightning_tricks.guards.saving.safe_checkpoint import SaveClock, passes_multiple, passes_power_of_two
+from lightning_tricks.guards import checkpoint_folder
+from lightning_tricks.guards.checkpoint_content import finite_buffers, not_finite, numbers_of
+from lightning_tricks.guards.checkpoint_folder import CheckpointFolder, Retention, move_last
+from lightning_tricks.guards.safe_checkpoint import SaveClock, passes_multiple, passes_power_of_two
 
 
 class Batches:

@@ -25,7 +25,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
 from lightning_tricks.guards import schedule_free
-from lightning_tricks.guards.step_guard.step_guard import skipping
+from lightning_tricks.guards.step_guard import skipping
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
 from lightning_tricks.optim.schedule_free import TRAINED, put_average, put_trained_weights

@@ -31,9 +31,9 @@ from lightning_tricks import (
 )
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
-from lightning_tricks.guards.spike_rollback.earlier_states import TrainingState
-from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
-from lightning_tricks.guards.spike_rollback.spike_rollback import Rollback, is_good
+from lightning_tricks.guards.earlier_states import TrainingState
+from lightning_tricks.guards.outlier_window import SpikeDetector
+from lightning_tricks.guards.spike_rollback import Rollback, is_good
 
 EVILS = {"NaN batch": nan_at(120), "ruined moments": huge_at(120)}
 

@@ -24,7 +24,7 @@ from lightning_tricks import (
     StepGuard,
 )
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.guards.step_guard.step_guard import skipping
+from lightning_tricks.guards.step_guard import skipping
 from lightning_tricks.optim import ComposedOptimizer, Muon
 
 STEPS, BAD = 12, 7

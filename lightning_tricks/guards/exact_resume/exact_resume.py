@@ -35,7 +35,7 @@ from lightning_tricks._trainer import (
     within_step,
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.guards.exact_resume.left_out import (
+from lightning_tricks.guards.exact_resume.extra_state import (
     catch_up,
     follow_accumulation,
     hold_back_savers,

@@ -21,8 +21,8 @@ from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
-from lightning_tricks.guards.saving.finite import not_finite, numbers_of
-from lightning_tricks.guards.step_guard.kept_buffers import can_be_copied
+from lightning_tricks.guards.checkpoint_content import not_finite, numbers_of
+from lightning_tricks.guards.step_guard import can_be_copied
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.parallel.shard import drop_gathered
 

@@ -32,7 +32,15 @@ from lightning_tricks._trainer import (
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_or_none
-from lightning_tricks.guards.saving.checkpoint_folder import (
+from lightning_tricks.guards.checkpoint_content import (
+    FreshScore,
+    content,
+    finite_buffers,
+    not_finite,
+    numbers_of,
+    refusing_other_modules,
+)
+from lightning_tricks.guards.checkpoint_folder import (
     LAST,
     CheckpointFolder,
     Records,
@@ -41,8 +49,6 @@ from lightning_tricks.guards.saving.checkpoint_folder import (
     last_of,
     report_writes,
 )
-from lightning_tricks.guards.saving.content import FreshScore, content, refusing_other_modules
-from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 __all__ = ["SafeCheckpoint"]

@@ -38,8 +38,7 @@ from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_w
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.checkpoints.record import record_or_none
 from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place
-from lightning_tricks.guards.preemption.loader_workers import shielded_workers
-from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals, deadline, job_id, requeue
+from lightning_tricks.guards.stop_signals import Reason, StopSignals, deadline, job_id, requeue, shielded_workers
 
 __all__ = ["Preemption"]
 

@@ -15,10 +15,10 @@ from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_i
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.samples import in_words as samples_in_words
 from lightning_tricks._trainer.samples import step_samples
-from lightning_tricks.guards.preemption.preemption import save
-from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
-from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
-from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfgs
+from lightning_tricks.guards.earlier_states import SavedStates, SnapshotRing, folders_of
+from lightning_tricks.guards.outlier_window import SpikeDetector
+from lightning_tricks.guards.preemption import save
+from lightning_tricks.guards.step_guard import StepGuard, refuse_lbfgs
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
