@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
@@ -372,7 +373,7 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
     all of it is written. Every rank must call, between two optimizer steps; `barrier` waits for all of them.
     """
     for callback in trainer.callbacks:
-        if hasattr(callback, "save_now"):
+        if isinstance(callback, SavesNow):
             path = callback.save_now(trainer)
             wait_for_write(trainer)
             return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
