@@ -307,13 +307,6 @@ def test_slurm_environment_and_the_checkpoint_that_lightning_goes_on_from(tmp_pa
     assert _trainer.slurm_checkpoint(again) == tmp_path / "hpc_ckpt_2.ckpt"
 
 
-def test_last_saved_step_is_that_of_the_newest_checkpoint(tmp_path):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    assert _trainer.last_saved_step(saver) == 0
-    train(saver, max_steps=3)
-    assert _trainer.last_saved_step(saver) == 2
-
-
 class Made(Small):
     """Keeps the optimizers that it returns; each may be wrapped."""
 

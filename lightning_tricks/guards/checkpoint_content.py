@@ -6,7 +6,7 @@ numbers of the module are finite.
 
 import math
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -170,37 +170,12 @@ class FreshScore:
 # ---- whether the numbers of a module are finite, decided on their device
 
 
-def numbers_of(module: nn.Module, buffers: Collection[str] = ()) -> Iterator[Tensor]:
-    """What must be finite in a module: its parameters, its running statistics, and further buffers by their names.
-
-    Those are `finite_buffers(module)` when training began. Others may hold infinities by design, as masks do.
-    """
+def numbers_of(module: nn.Module) -> Iterator[Tensor]:
+    """What must be finite in a module: its parameters and running statistics. Masks may hold infinities by design."""
     yield from module.parameters()
     for name, buffer in module.named_buffers():
-        if name in buffers or _is_running_statistic(name):
+        if name.rpartition(".")[2] in _RUNNING_STATISTICS:
             yield buffer
-
-
-def finite_buffers(module: nn.Module) -> set[str]:
-    """The names of the floating buffers that a checkpoint holds and that are finite now, without running statistics.
-
-    Reads the device once for each.
-    """
-    saved = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, owner in module.named_modules()
-        for name in {*owner._buffers.keys()} - owner._non_persistent_buffers_set  # of a ScriptModule a list
-    }
-    floating = {
-        name: buffer
-        for name, buffer in module.named_buffers()
-        if name in saved and not _is_running_statistic(name) and (buffer.is_floating_point() or buffer.is_complex())
-    }
-    return {name for name, buffer in floating.items() if not is_lazy(buffer) and not float(not_finite([buffer]))}
-
-
-def _is_running_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in _RUNNING_STATISTICS
 
 
 def not_finite(numbers: Iterable[Tensor]) -> Tensor:

@@ -138,10 +138,10 @@ def move_last(target: Path) -> None:
     fsync_path(last.parent)
 
 
-def _free_name(path: Path) -> Path:
-    """The path, with the first of -v1, -v2, ... that is not taken if it is."""
+def _free_name(path: Path, ours: Collection[str] = ()) -> Path:
+    """The path, with the first of -v1, -v2, ... that is not taken, or is one of ours, if it is."""
     versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
-    return next(free for free in itertools.chain([path], versions) if not os.path.lexists(free))
+    return next(new for new in itertools.chain([path], versions) if new.name in ours or not os.path.lexists(new))
 
 
 # ---- the folder
@@ -236,10 +236,7 @@ class CheckpointFolder:
         older = ours.get(f"{name}.ckpt")
         if record.finite is False and older and older.finite:
             name += "-not-finite"
-        path, versions = self.path / f"{name}.ckpt", itertools.count(1)
-        while path.name not in ours and os.path.lexists(path):
-            path = self.path / f"{name}-v{next(versions)}.ckpt"
-        return path
+        return _free_name(self.path / f"{name}.ckpt", ours)
 
     def has(self, path: Path, record: Record) -> bool:
         """Whether the checkpoint of a record has its name, and not an older one that it replaces in the background."""
@@ -247,11 +244,9 @@ class CheckpointFolder:
         return path.exists() and (found is None or found.number == record.number)
 
     def protect(self, path: Path) -> None:
-        """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
-        record = record_or_none(path)
-        same = replace(record, checksums={}) if record else None
-        alike = [name for name, other in self.records().items() if other == same]
-        self.protected = {name for name in alike if record_or_none(self.path / name) == record}  # to the checksums
+        """Keep a checkpoint, or the one to which a link leads, whatever its age."""
+        real = Path(os.path.realpath(path))
+        self.protected = {real.name} if real.parent == Path(os.path.realpath(self.path)) else set()
 
     def update(self) -> Records:
         """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns this run's records.

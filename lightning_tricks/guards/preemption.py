@@ -23,17 +23,15 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
     batch_progress,
     dismiss_process_observer,
-    epoch_end_follows,
     hook_at_epoch_end,
     is_accumulating,
     is_restarting,
-    last_saved_step,
     launched_processes,
+    may_save,
     signal_connector,
     sigterm_broadcast,
     slurm_checkpoint,
     slurm_environment,
-    validation_follows,
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
@@ -160,7 +158,7 @@ class Preemption(pl.Callback):
         if self._ranks is None or self._is_within_step(trainer):
             return
         self._reason = Reason(self._ranks.later(self._asked()))
-        if self._reason and not epoch_end_follows(trainer) and not validation_follows(trainer):
+        if self._reason and may_save(trainer):
             self._save_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -169,7 +167,7 @@ class Preemption(pl.Callback):
             return
         if not self._reason:
             self._reason = Reason(self._ranks.now(self._asked()))
-        if not epoch_end_follows(trainer):
+        if may_save(trainer):
             self._save_if_asked(trainer)
 
     def _is_within_step(self, trainer: Any) -> bool:
@@ -378,9 +376,6 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
             wait_for_write(trainer)
             return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
     saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
-    if saver is not None and last_saved_step(saver) == trainer.global_step > 0 and saver.save_last:
-        wait_for_write(trainer)
-        return str(saver.last_model_path)
     folder = str(saver.dirpath if saver is not None else trainer.default_root_dir)
     path = os.path.join(folder, LAST)
     if saver is not None:

@@ -13,21 +13,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.random_state import save_random_states, saved_random_states, set_random_state_of
+from lightning_tricks._core.random_state import saved_random_states, set_random_state_of
 from lightning_tricks._trainer import (
     batch_progress,
-    epoch_end_follows,
     has_default_checkpoint_io,
     is_a,
-    is_accumulating,
     is_last_step,
     logging_step,
+    may_save,
     random_rank,
     reduce_over_all,
-    rewind_to_step,
     run_facts,
+    save_whole_step,
     unwrapped,
-    validation_follows,
 )
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -35,7 +33,6 @@ from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_o
 from lightning_tricks.guards.checkpoint_content import (
     FreshScore,
     content,
-    finite_buffers,
     not_finite,
     numbers_of,
     refusing_other_modules,
@@ -201,7 +198,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._resumes = True  # what is loaded; False: it is evaluated
         self._loggers_outdated = False  # there is a checkpoint that they do not know
         self._warn_once = WarnOnce()
-        self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
         self._reserves = False  # host memory for the first save in the background, after the next step
 
     def _check_options(self) -> None:
@@ -315,7 +311,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._rng and not batch_progress(trainer).is_last_batch:  # else the next pass begins, with a draw of its own
             set_random_state_of(random_rank(trainer), self._rng)
         self._rng = None
-        self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)
         self._reserves = self._io is not None and self._io.asynchronous and _savers_of(trainer)[0] is self
         begins = trainer.is_global_zero and self._is_new_run and not self._is_off(trainer)
@@ -365,7 +360,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self.every_n_minutes is not None and (logging_step(trainer) + 1) % every == 0:
             self._clock.due |= trainer.strategy.broadcast(self._clock.minutes_are_over())
         self._clock.due |= is_last_step(trainer)
-        if self._clock.due and not epoch_end_follows(trainer) and not validation_follows(trainer):
+        if self._clock.due and may_save(trainer):
             self._save(trainer)
         elif self._reserves:
             _reserve(self._io, trainer, pl_module)
@@ -377,7 +372,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             return
         self._score.after_validation(trainer)
         self._clock.due |= self._has_no_interval or is_last_step(trainer)
-        if self._clock.due and not is_accumulating(trainer) and not epoch_end_follows(trainer):
+        if self._clock.due and may_save(trainer):
             self.save_now(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -420,8 +415,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._update_loggers(trainer)
 
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
-        numbers = numbers_of(trainer.lightning_module, self._finite_buffers)
-        weights = not_finite(numbers).to(trainer.strategy.root_device)
+        weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
         finite = float(reduce_over_all(trainer.strategy, weights, "sum")) == 0
         if finite:
             self._warn_once.again("not finite")
@@ -440,11 +434,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
         A run that is stopped within a step, as by `max_time`, goes on from that step's start.
         """
-        rewind_to_step(checkpoint, trainer)
         if KEY not in checkpoint:
             saving = next((one._saving for one in _savers_of(trainer) if one._saving), None)
             checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))
-        save_random_states(checkpoint)
+        save_whole_step(checkpoint, trainer)
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""

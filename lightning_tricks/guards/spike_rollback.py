@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import FollowsRollback
-from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
+from lightning_tricks._trainer import is_a, is_accumulating, logging_step, may_save
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.samples import in_words as samples_in_words
@@ -225,12 +225,12 @@ class SpikeRollback(pl.Callback):
             self._roll_back(trainer, pl_module)
         elif is_time and self._read_up_to == logging_step(trainer) and not self._detector.in_a_row:
             self._copy(trainer, pl_module)
-        if self._is_unsaved and not validation_follows(trainer):
+        if self._is_unsaved and may_save(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Save after a rollback, where a validation was due at its step: a resume would leave that one out."""
-        if self._is_unsaved and not trainer.sanity_checking and not is_accumulating(trainer):
+        if self._is_unsaved and may_save(trainer):
             self._save(trainer)
 
     def _copy(self, trainer: Any, pl_module: Any) -> None:
@@ -304,8 +304,10 @@ class SpikeRollback(pl.Callback):
     # ---- end, checkpoints
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Drop micro-batches that no optimizer step followed."""
+        """Drop micro-batches that no optimizer step followed; save after a rollback at the epoch's last step."""
         self._within_step = False
+        if self._is_unsaved:
+            self._save(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Free the copies."""

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,11 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, where_read
-from lightning_tricks._trainer import (
-    logging_step,
-    optimizer_index,
-    run_facts,
-    unwrapped,
-)
+from lightning_tricks._trainer import logging_step, optimizer_index, run_facts, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.samples import step_samples
-from lightning_tricks.guards.judging import Batch, Judgement, Names, SkippedSteps, any_rank
+from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.optim import skips_on_device
@@ -176,7 +171,6 @@ class StepGuard(pl.Callback):
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
-        self._optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
         self._batch_idx = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -204,33 +198,23 @@ class StepGuard(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Have DeepSpeed's engine ask for the judgement; refuse gradients that are still scaled."""
-        index = self._index_of(trainer, optimizer)
-        optimizer = self._optimizers[index]
         if self._has_engine:
-            strategy: Any = trainer.strategy
+            index, strategy = optimizer_index(trainer, optimizer), cast(Any, trainer.strategy)
 
             def veto(norm: Tensor) -> bool:
                 return bool(self._judge(trainer, index, norm))
 
             self._replacements.enter_context(strategy.step_with_veto(veto))
             return
-        _refuse_scaled(trainer, optimizer, self._scaler)
+        _refuse_scaled(trainer, unwrapped(optimizer), self._scaler)
 
     def _judge_step(self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor) -> None:
         """Judge the step that comes next, behind its clip."""
-        index = self._index_of(trainer, optimizer)
+        index = optimizer_index(trainer, optimizer)
         skip = self._judge(trainer, index, norm)
         if self._buffers is not None and not pl_module.automatic_optimization:
             self._buffers.save()  # the next step may begin in the same batch
-        self._replacements.enter_context(skipping(self._optimizers[index], self._scaler, skip))
-
-    def _index_of(self, trainer: Any, optimizer: Any) -> int:
-        for index, own in enumerate(self._optimizers):
-            if own is optimizer:
-                return index
-        index = optimizer_index(trainer, optimizer)  # it is wrapped, or somebody has put another one in its place
-        self._optimizers[index] = unwrapped(optimizer)
-        return index
+        self._replacements.enter_context(skipping(unwrapped(optimizer), self._scaler, skip))
 
     def _judge(self, trainer: Any, index: int, norm: Tensor) -> Tensor:
         """1.0 if the step of an optimizer that comes now is to be skipped, else 0.0: 0-dim, on the device."""
@@ -245,20 +229,20 @@ class StepGuard(pl.Callback):
             accepted = accepted & judged.counted
         window.accept(judged.values, accepted if judged.finite is None else accepted & judged.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
-        names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
+        keys = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
         if trainer.log_every_n_steps:
-            self._record(trainer, names, judged, skip)
+            self._record(trainer, keys, judged, skip)
         else:
             self._skipped.count_unheard()
         return skip
 
-    def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor) -> None:
+    def _record(self, trainer: Any, keys: JudgementKeys, judged: Judgement, skip: Tensor) -> None:
         """Let the buffer keep what the report needs of other ranks, and what tells whether there is one."""
-        self._buffer.record(names.skipped, skip)
+        self._buffer.record(keys.skipped, skip)
         if self._over_ranks is not None:
             rank, out = judged.out_of_bounds(trainer.global_rank)
-            self._buffer.record_all(names.values, out, self._over_ranks)
-            self._buffer.record(names.rank, rank, self._over_ranks)
+            self._buffer.record_all(keys.values, out, self._over_ranks)
+            self._buffer.record(keys.rank, rank, self._over_ranks)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""

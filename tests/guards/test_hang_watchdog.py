@@ -26,7 +26,7 @@ from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog
 from lightning_tricks.guards.watchdog.channel import Verdict
-from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, judge
+from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, RunPosition, judge
 from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
@@ -161,12 +161,12 @@ FIRST, OTHER, SAVE, HOOK = "first_step_seconds", "limit_seconds", "checkpoint_se
     ],
 )
 def test_the_first_step_the_first_batch_a_hook_and_a_checkpoint_have_limits_of_their_own(values, limit):
-    limits = Place(Process(0, 1, "here", 1), **values).limits(first_step=5)
+    limits = RunPosition(Process(0, 1, "here", 1), **values).limits(first_step=5)
     options = HangWatchdog()
     assert max(limits, key=lambda each: getattr(options, each)) == limit
     short = HangWatchdog(limit_seconds=10.0)
     assert (options.hook_seconds, short.hook_seconds) == (3000.0, 100.0)  # ten times that of a batch
-    in_first = Place(Process(0, 1, "here", 1), part="hook", step=5).limits(first_step=5)
+    in_first = RunPosition(Process(0, 1, "here", 1), part="hook", step=5).limits(first_step=5)
     assert max(getattr(short, each) for each in in_first) == 1800.0
 
 
@@ -431,11 +431,11 @@ def test_a_limit_that_makes_no_sense_is_refused(options, line):
         HangWatchdog(**options)
 
 
-def place(rank: int, **values) -> Place:
-    return Place(Process(rank, 3, "node7", 100 + rank), **{"step": 7, "micro_batches": 8, **values})
+def place(rank: int, **values) -> RunPosition:
+    return RunPosition(Process(rank, 3, "node7", 100 + rank), **{"step": 7, "micro_batches": 8, **values})
 
 
-def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
+def named(*places: RunPosition, silent: tuple[int, ...] = ()) -> str:
     processes = {each.process.rank: each.process for each in places}
     return judge(processes, {each.process.rank: each.to_dict() for each in places}, silent)[0]
 
