@@ -23,8 +23,7 @@ class AveragedWeights:
     The weights are the parameters that are trained, and the running statistics of batch norm. An average is a list of
     tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is element by element, so
     no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of 0.999 an update is
-    smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of real and imaginary
-    parts, one dimension more; in a checkpoint they are complex.
+    smaller than half the spacing of bf16, and would be rounded away.
 
     Args:
         module: with its weights where they are trained; a module that FSDP2 has sharded must not be gathered.
@@ -51,8 +50,8 @@ class AveragedWeights:
         statistics = [(name, buffer) for name, buffer in buffers if name.endswith(_RUNNING_STATISTICS)]
         names: dict[Tensor, list[str]] = {}
         for full_name, tensor in [*trained, *statistics]:
-            name, has_mean = clean_name(full_name), tensor.is_floating_point() or tensor.is_complex()
-            if has_mean and tensor not in known and name not in known_names:
+            name = clean_name(full_name)
+            if tensor.is_floating_point() and tensor not in known and name not in known_names:
                 names.setdefault(tensor, []).append(name)
         self.names += names.values()
         self.tensors += names
@@ -84,11 +83,7 @@ class AveragedWeights:
     def by_name(self, average: Sequence[Tensor]) -> dict[str, Tensor]:
         """An average as a checkpoint holds it: under each name of the weight, in shards where the weight is."""
         triples = zip(self.names, self.tensors, average, strict=True)
-        return {
-            name: sharded_like(tensor, torch.view_as_complex(own) if tensor.is_complex() else own)
-            for names, tensor, own in triples
-            for name in names
-        }
+        return {name: sharded_like(tensor, own) for names, tensor, own in triples for name in names}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor], path: Any) -> list[Tensor]:
@@ -120,7 +115,7 @@ def values(tensor: Tensor) -> Tensor:
         names, _ = part.__tensor_flatten__()
         if len(names) == 1:
             return getattr(part, names[0])
-    return torch.view_as_real(part) if part.is_complex() else part
+    return part
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -139,7 +134,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Swap:

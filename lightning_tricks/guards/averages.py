@@ -103,11 +103,14 @@ class WeightAverage(pl.Callback):
         """Begin the average, or go on with the one of the checkpoint."""
         self._trainer = trainer
         saved, self._loaded = self._loaded, None
-        if lazy := next((key for key, param in pl_module.named_parameters() if is_lazy(param)), None):
-            raise UsageError(
-                f"{type(self).__name__}: {lazy} has no size yet (a lazy module): send one batch through the module in "
-                "its constructor or in configure_model"
-            )
+        for key, parameter in pl_module.named_parameters():
+            if is_lazy(parameter):
+                raise UsageError(
+                    f"{type(self).__name__}: {key} has no size yet (a lazy module): send one batch through the module "
+                    "in its constructor or in configure_model"
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise UsageError(f"{type(self).__name__}: {key} is complex: hold its two parts in real parameters")
         if saved is not None:
             self._restore(trainer, pl_module, saved)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
@@ -42,9 +42,6 @@ class TrainingState:
         trainer: its optimizers and its GradScaler.
         pl_module: its parameters and buffers.
         buffers: page-locked memory for copies from a GPU; None for ordinary memory.
-
-    Attributes:
-        size: bytes of host memory.
     """
 
     def __init__(self, trainer: Any, pl_module: Any, buffers: HostBuffers | None = None) -> None:
@@ -63,7 +60,6 @@ class TrainingState:
         }
         here = tree_map(lambda value: local(value).detach() if isinstance(value, Tensor) else value, live)
         self._copy = snapshot(here, buffers)
-        self.size = _size(self._copy)
 
     @torch.no_grad()
     def restore(self, trainer: Any, pl_module: Any) -> None:
@@ -109,10 +105,10 @@ class SnapshotRing:
         self._snapshots: list[Snapshot] = []  # the oldest first
         self._free: list[HostBuffers] = []
 
-    def take(self, trainer: Any, pl_module: Any, sample: int | None, detector: dict[str, Any]) -> Snapshot | None:
-        """Copy the present state; None where the size is 0."""
+    def take(self, trainer: Any, pl_module: Any, sample: int | None, detector: dict[str, Any]) -> None:
+        """Copy the present state, unless the size is 0."""
         if self.size == 0:
-            return None
+            return
         if len(self._snapshots) == self.size:
             oldest = self._snapshots[0]
             self.keep(lambda taken: taken is not oldest)
@@ -121,7 +117,6 @@ class SnapshotRing:
             buffers = self._free.pop() if self._free else HostBuffers()
         state = TrainingState(trainer, pl_module, buffers)
         self._snapshots.append(Snapshot(trainer.global_step, sample, detector, state, buffers))
-        return self._snapshots[-1]
 
     def newest(self, is_good: Callable[[int], bool]) -> Snapshot | None:
         """The newest snapshot of a good step."""
@@ -208,20 +203,6 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
         both = zip_longest(now if isinstance(now, list | tuple) else (), saved)
         return type(saved)(_into(one, value, device) for one, value in islice(both, len(saved)))
     return copy.deepcopy(saved)
-
-
-def _size(tree: Any) -> int:
-    """Bytes of the memory in which the tensors of a tree lie, each counted once; of other layouts as if dense."""
-    storages: dict[int, int] = {}
-
-    def count(value: Any) -> None:
-        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif isinstance(value, Tensor):
-            storages[id(value)] = value.numel() * value.itemsize
-
-    tree_map(count, tree)
-    return sum(storages.values())
 
 
 # ---- on the disk

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import FollowsRollback
 from lightning_tricks._trainer import is_a, is_accumulating, logging_step, may_save
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.samples import in_words as samples_in_words
 from lightning_tricks._trainer.samples import step_samples
@@ -131,7 +131,7 @@ class SpikeRollback(pl.Callback):
         self._within_step = False
         self._begun: dict[int, int] = {}  # by logging step, `trainer.global_step` before it, of the steps not read yet
         self._read_up_to = -1  # logging step
-        self._has_begun = self._size_is_known = self._is_unsaved = False
+        self._has_begun = self._is_unsaved = False
 
     # ---- start
 
@@ -235,13 +235,7 @@ class SpikeRollback(pl.Callback):
 
     def _copy(self, trainer: Any, pl_module: Any) -> None:
         self._copied_at = trainer.global_step
-        taken = self._ring.take(trainer, pl_module, _next_sample(trainer), self._detector.state_dict())
-        if taken and not self._size_is_known and any(optimizer.state for optimizer in trainer.optimizers):
-            self._size_is_known = True
-            rank_zero_info(
-                f"SpikeRollback: a copy of weights and optimizer takes {taken.state.size / 2**30:.3g} GiB of each "
-                f"process's host memory, and keep_snapshots={self.keep_snapshots} of them stay"
-            )
+        self._ring.take(trainer, pl_module, _next_sample(trainer), self._detector.state_dict())
 
     # ---- rollback
 

@@ -86,23 +86,6 @@ def test_what_lives_at_the_start_and_after_the_first_step_is_left_out_of_collect
     assert gc.get_freeze_count() == 0
 
 
-def test_an_object_that_outlived_a_collection_is_collected_when_it_is_garbage():
-    """Collections of the younger generations alone never look at it again."""
-    old: list[object] = []
-
-    def keep(*args):
-        if args[-1] == 2:
-            cycle = Cycle()
-            old.extend([cycle, weakref.ref(cycle)])
-        if args[-1] == 5:  # it has seen the collection after the fourth step
-            old[0] = None
-        if args[-1] == 8:
-            old.append(old[1]() is None)
-
-    fit(On(on_train_batch_start=keep), GCControl(every_n_steps=4))
-    assert old[2] is True
-
-
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_after_an_exception_the_collector_is_as_it_was(thawed, was_enabled):
     (gc.enable if was_enabled else gc.disable)()

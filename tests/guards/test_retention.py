@@ -105,25 +105,6 @@ def test_what_must_stay_stays(records, retention):
     assert not set(newest) & set(gone)
 
 
-@given(folders(), RETENTIONS)
-def test_deleting_leaves_nothing_more_to_delete(records, retention):
-    left = {name: record for name, record in records.items() if name not in to_delete(records, retention)}
-    assert to_delete(left, retention) == []
-    assert last_of(left) == last_of(records)
-    # of those that nothing else holds, the newest alone are left
-    plain = [name for name, record in left.items() if not record.permanent]
-    assert len(plain) <= retention.keep_last + retention.keep_best + 2
-
-
-@given(folders(), RETENTIONS)
-def test_making_room_again_and_again_leaves_a_good_checkpoint(records, retention):
-    had, good = bool(records), any(record.finite for record in records.values())
-    while name := to_make_room(records, retention):
-        assert not records.pop(name).permanent
-    assert bool(records) == had
-    assert any(record.finite for record in records.values()) == good
-
-
 @given(st.lists(RECORDS, min_size=1, max_size=12), RETENTIONS)
 def test_in_any_run_a_finite_checkpoint_is_there_once_there_was_one(saves, retention):
     folder: dict[str, Record] = {}

@@ -36,14 +36,7 @@ from lightning_tricks._trainer import (
     within_step,
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.guards.exact_resume.extra_state import (
-    catch_up,
-    extra_state,
-    follow_accumulation,
-    put_back,
-    warn_of_epoch_means,
-    warn_of_other_callbacks,
-)
+from lightning_tricks.guards.exact_resume import extra_state
 from lightning_tricks.guards.exact_resume.loaders import (
     Replay,
     ServedLoader,
@@ -132,8 +125,8 @@ class ExactResume(pl.Callback):
         for saver in trainer.checkpoint_callbacks:
             if is_a(saver, "ModelCheckpoint") and not isinstance(saver, SavesNow):  # which saves whole steps by itself
                 DeferredSaves(saver, self._replacements)
-        follow_accumulation(trainer, self._replacements)
-        warn_of_other_callbacks(trainer)
+        extra_state.follow_accumulation(trainer, self._replacements)
+        extra_state.warn_of_other_callbacks(trainer)
 
     def _follow(self, loader: Any) -> Any:
         """Serve a training loader so that its position is known, if that can be; else say that it cannot."""
@@ -159,7 +152,7 @@ class ExactResume(pl.Callback):
 
     def _fetched(self) -> None:
         if self._random_to_set:
-            catch_up(self._trainer, self._own["extra_state"])
+            extra_state.catch_up(self._trainer, self._own["extra_state"])
             self._set_random_state()
 
     def _set_random_state(self) -> None:
@@ -176,10 +169,10 @@ class ExactResume(pl.Callback):
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
         forget_running_batch(trainer)
-        put_back(trainer, self._own["extra_state"])
+        extra_state.put_back(trainer, self._own["extra_state"])
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
-            catch_up(trainer, self._own["extra_state"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         else:
             self._resumed_at = progress.current.processed
         if all(follower is not None for follower in self._followed):
@@ -202,7 +195,7 @@ class ExactResume(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Leave the random state alone from now on: it was restored when the first batch was fetched."""
         if self._random_to_set:  # nothing was fetched: it was fetched ahead
-            catch_up(trainer, self._own["extra_state"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         self._random_to_set = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -210,7 +203,7 @@ class ExactResume(pl.Callback):
         if not self._has_trained:
             self._has_trained = True
             end_restart(trainer)
-            warn_of_epoch_means(trainer)
+            extra_state.warn_of_epoch_means(trainer)
         for follower in self._followed:
             if follower is not None:
                 follower.places.forget_before(self._next_step())
@@ -243,7 +236,7 @@ class ExactResume(pl.Callback):
     def _own_state(self) -> dict[str, Any]:
         over = self._epoch_is_over()
         loaders = [None if f is None else self._loader_state(f, over) for f in self._followed]
-        return {"loaders": loaders, "extra_state": extra_state(self._trainer)}
+        return {"loaders": loaders, "extra_state": extra_state.read(self._trainer)}
 
     def _loader_state(self, follower: Replay | StatefulLoader, over: bool) -> dict[str, Any]:
         if isinstance(follower, StatefulLoader):

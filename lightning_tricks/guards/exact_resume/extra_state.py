@@ -42,7 +42,7 @@ def warn_of_other_callbacks(trainer: Any) -> None:
                 rank_zero_warn(f"ExactResume: beside {type(callback).__name__} a resume is not exact: it {why}")
 
 
-def extra_state(trainer: Any) -> dict[str, Any]:
+def read(trainer: Any) -> dict[str, Any]:
     """The state of this process, as of the end of the batches that are done; in plain types."""
     metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
     state: dict[str, Any] = {"metrics": metrics, "plateaus": plateau_updates(trainer)}
