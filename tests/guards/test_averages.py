@@ -66,24 +66,6 @@ class Net(Small):
         self.seen.append(copy_of(self))
 
 
-class Manual(Net):
-    """Two optimizers, and two micro-batches a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss_of(batch))
-        if batch_idx % 2:
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD([p], lr=0.1) for p in (self.net[0].weight, self.net[-1].bias)]
-
-
 def copy_of(module):
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
@@ -281,13 +263,6 @@ def test_weights_that_a_finetuning_unfreezes_are_averaged_from_then_on_and_after
     frozen.net[0].requires_grad_(False)
     trainer_of(other).validate(frozen, data(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert {name for names in other.weights.names for name in names} == average.keys()
-
-
-def test_several_optimizers_that_accumulate_by_themselves_move_it_once_a_step():
-    module, ema = Manual(), EMA()
-    fit(module, ema, steps=6)
-    assert ema._updates == 3
-    assert ema.step == 6
 
 
 def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weights():

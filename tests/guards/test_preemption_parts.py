@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -333,21 +332,6 @@ def test_outside_the_main_thread_it_only_knows_the_time(tmp_path):
     thread.join()
     assert ended[0] == before
     assert isinstance(ended[1], Preempted)
-
-
-def test_handlers_are_put_back_in_the_main_thread_alone():
-    """A program may drop the exception of a stopped run in another thread."""
-    before = handlers()
-    ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
-    ours.install()
-    during = handlers()
-    try:
-        with ThreadPoolExecutor(1) as others:
-            others.submit(ours.restore).result()
-        assert handlers() == during != before
-    finally:
-        ours.restore()
-    assert handlers() == before
 
 
 def in_a_fork(act):

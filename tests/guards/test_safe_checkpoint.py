@@ -185,20 +185,6 @@ def test_a_metric_that_is_not_a_number_is_said_once(tmp_path):
     ]
 
 
-def test_one_with_a_metric_does_not_judge_the_checkpoints_of_another(tmp_path):
-    best = every(4, tmp_path / "best", monitor="val/loss")
-    others = every(1, tmp_path / "others")
-    assert lines_of([best, others], val_check_interval=4, **VALIDATION) == []
-    assert [read_record(tmp_path / "best" / f"step={step}.ckpt").number for step in (4, 8)] == [1, 2]
-
-
-def test_a_second_fit_may_save_before_its_first_validation(tmp_path):
-    own = every(1, tmp_path, monitor="val/loss")
-    for _ in range(2):
-        fit(own, 2, val_check_interval=2, **VALIDATION)
-    assert own.best_model_path == str(tmp_path / "step=2-v1.ckpt")
-
-
 def test_a_metric_that_nobody_logs_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"monitor=val/los: the run logs no such metric; did you mean val/loss"):
         fit(every(2, tmp_path, monitor="val/los"), val_check_interval=2, **VALIDATION)
@@ -653,26 +639,6 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_from_that_steps_start(tmp_p
     resumed = run("resumed", ckpt_path=tmp_path / "stopped/last.ckpt")
     assert resumed.losses == whole.losses[8:]
     assert [p.tolist() for p in resumed.parameters()] == [p.tolist() for p in whole.parameters()]
-
-
-def test_a_resumed_run_has_its_first_checkpoint_already(tmp_path):
-    fit(every(2, tmp_path / "a"), steps=2)
-    saver = every(2, tmp_path / "b")
-    saves_now = On(on_train_start=lambda trainer, pl_module: saver.save_now(trainer))
-    fit([saves_now, saver], steps=4, ckpt_path=tmp_path / "a" / "last.ckpt")
-    assert steps(tmp_path / "b") == [4]
-
-
-def test_a_resumed_epoch_is_that_of_the_unbroken_run(tmp_path):
-    def loader():
-        return DataLoader(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
-
-    _, whole = fit(SafeCheckpoint(tmp_path / "whole", keep_last=9), -1, loader=loader(), max_epochs=4)
-    assert steps(tmp_path / "whole") == [3, 6, 9, 12]
-    torch.manual_seed(77)
-    resumed = Model()
-    fit(SafeCheckpoint(tmp_path / "b"), -1, resumed, loader(), tmp_path / "whole" / "step=6.ckpt", max_epochs=4)
-    assert resumed.losses == whole.losses[6:]
 
 
 def test_the_content_is_there_and_opens_safely(tmp_path):

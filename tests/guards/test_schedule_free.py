@@ -270,29 +270,6 @@ def test_of_two_steps_in_a_batch_only_the_skipped_one_is_undone():
     assert optimizer.param_groups[0]["k"] == 1
 
 
-def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_path):
-    saver, frees = SafeCheckpoint(tmp_path, every_n_train_steps=4), ScheduleFree()
-
-    def back(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 6:
-            saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-            trainer.strategy.load_model_state_dict(saved)
-            trainer.strategy.load_optimizer_state_dict(saved)
-            for callback in trainer.callbacks:
-                getattr(callback, "after_rollback", lambda: None)()
-
-    module = Net()
-    fit(
-        module, frees, On(on_train_batch_start=back), saver
-    )  # ours goes first, so that its own hook of this batch is past
-    losses, _ = by_hand(steps=4)
-    assert module.losses[:4] == losses
-    batches = list(data()) * 2
-    twin = Net()
-    fit(twin, ScheduleFree(), train=DataLoader([*batches[:4], *batches[6:12]], batch_size=None), steps=10)
-    assert same(weights_of(module), weights_of(twin))
-
-
 def test_a_part_of_a_composed_optimizer_is_exchanged_alone(tmp_path):
     class Composed(Net):
         def configure_optimizers(self):

@@ -99,17 +99,6 @@ def test_an_average_goes_back_with_the_weights_and_on_from_there(make, in_front,
     assert averages.at[59].isfinite().all()
 
 
-def test_an_average_that_a_checkpoint_has_brought_is_part_of_the_first_copy(tmp_path):
-    fit(Data(), EMA(0.9), rollbacks(), saver(tmp_path), steps=20, folder=tmp_path)
-    average = EMA(0.9)
-    averages = Averages(average)
-    path = tmp_path / "step=20.ckpt"
-    fit(Data(nan_at(23)), rollbacks(), average, averages, steps=40, folder=tmp_path, ckpt_path=path)
-    saved = torch.load(path, weights_only=True)["averages"]["ema"]["weights"]["mean"]
-    numbers = torch.cat([number.flatten() for number in saved.values()])
-    assert [step for step, there in averages.at.items() if torch.equal(there, numbers)] == [20, 30]
-
-
 def test_a_spike_before_the_second_copy_goes_back_to_the_first_step():
     states = States()
     found = fit(Data(nan_at(3), positions=False), rollbacks(), states, steps=12)
