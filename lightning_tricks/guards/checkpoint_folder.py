@@ -162,8 +162,6 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
-        self.records_of_this_process: dict[str, Record] = {}  # also where a strategy writes none into the file
-        self.last_finished: Path | None = None  # the newest checkpoint that was written or given up
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
         self._begun: dict[str, Record] = {}  # of the writes that have not finished
         self._retried: Path | None = None
@@ -189,7 +187,6 @@ class CheckpointFolder:
         return self._known.get(path.name, (file, None))[1] if file else None
 
     def _know(self, path: Path, record: Record | None) -> None:
-        record = record or self.records_of_this_process.get(path.name)
         self._known[path.name] = identity(path), record and replace(record, checksums={})
 
     def records(self) -> dict[str, Record]:
@@ -238,11 +235,6 @@ class CheckpointFolder:
             name += "-not-finite"
         return _free_name(self.path / f"{name}.ckpt", ours)
 
-    def has(self, path: Path, record: Record) -> bool:
-        """Whether the checkpoint of a record has its name, and not an older one that it replaces in the background."""
-        found = self.record(path)
-        return path.exists() and (found is None or found.number == record.number)
-
     def protect(self, path: Path) -> None:
         """Keep a checkpoint, or the one to which a link leads, whatever its age."""
         real = Path(os.path.realpath(path))
@@ -269,11 +261,10 @@ class CheckpointFolder:
 
     def begin(self, path: Path, record: Record) -> None:
         """This process is about to write a checkpoint, whose record then need not be read."""
-        self.records_of_this_process[path.name] = self._begun[path.name] = record
+        self._begun[path.name] = record
 
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
-        self.last_finished = path
         if begun := self._begun.get(path.name):
             self._know(path, begun)
             self._begun.pop(path.name, None)  # now that it is known: another thread may ask at any moment
@@ -290,9 +281,8 @@ class CheckpointFolder:
             self._retried = path
             rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
             return "retry"
-        self._retried, self.last_finished = None, path
+        self._retried = None
         self._begun.pop(path.name, None)
-        self.records_of_this_process.pop(path.name, None)
         newest = self.newest()
         rank_zero_warn(
             f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
@@ -339,7 +329,6 @@ class CheckpointFolder:
             remove(staging_path(path))  # unfinished, by a killed save or deletion of the same checkpoint
             path = path.rename(staging_path(path))
         remove(path)
-        self.records_of_this_process.pop(name, None)
         self._known.pop(name, None)
 
 

@@ -4,12 +4,11 @@ import atexit
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._host.exit import end_children
 from lightning_tricks._trainer import (
     batch_progress,
     dismiss_process_observer,
@@ -229,7 +229,7 @@ class Preemption(pl.Callback):
         self._ranks.barrier()
         dismiss_process_observer()
         if children := launched_processes(trainer):
-            atexit.register(_end_all, children)
+            atexit.register(end_children, children, _CHILDREN_SECONDS)
         self._signals.ignore_at_exit()
         if trainer.is_global_zero:
             self._print_end(trainer)
@@ -293,15 +293,6 @@ def _requeue_signal(trainer: Any) -> int:
 
 def _signals_of(trainer: Any) -> dict[int, Reason]:
     return {_requeue_signal(trainer): Reason.REQUEUE, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.CTRL_C}
-
-
-def _end_all(processes: list[subprocess.Popen]) -> None:
-    """Wait for processes to end, and kill any that hangs."""
-    until = time.monotonic() + _CHILDREN_SECONDS
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until - time.monotonic()))
-        process.kill()
 
 
 # ---- the ranks agree to stop

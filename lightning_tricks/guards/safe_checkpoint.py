@@ -28,8 +28,9 @@ from lightning_tricks._trainer import (
     unwrapped,
 )
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_or_none
+from lightning_tricks.checkpoints.record import KEY, Record, record_of
 from lightning_tricks.guards.checkpoint_content import (
     FreshScore,
     content,
@@ -136,9 +137,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
     - A checkpoint of another class or of other weights is refused by `fit` in one line.
 
-    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`. Under Lightning's own sharded
-    strategies, which write by themselves, the promises on kills and full disks are theirs, and only checkpoints of the
-    running process are counted and deleted.
+    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`.
 
     Args:
         dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
@@ -158,9 +157,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     Raises:
         UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
             be written, or in a bucket, or without symbolic links; a Trainer of the other Lightning package; another
-            CheckpointIO than AtomicCheckpointIO and Lightning's default; `monitor` is not logged; at a resume, a
-            checkpoint of another class or of other weights; at a save, another process that writes a checkpoint of the
-            same name.
+            CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's ModelParallelStrategy or
+            DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume, a checkpoint of another
+            class or of other weights; at a save, another process that writes a checkpoint of the same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -222,6 +221,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     # ---- start and end
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a strategy that writes by itself, before any process is started."""
+        if stage == "fit":
+            refuse("SafeCheckpoint", trainer.strategy, "SafeCheckpoint:")
+
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
         if self not in trainer.checkpoint_callbacks:
@@ -230,6 +234,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
                 f"SafeCheckpoint: the Trainer is of {other}, and lightning_tricks builds on {BACKEND}, so the Trainer "
                 f"does not know it: import {other} before lightning_tricks, or set LIGHTNING_TRICKS_BACKEND={other}"
             )
+        self.check_run(trainer, None, stage)
         super().setup(trainer, pl_module, stage)
         if "://" in str(self.dirpath):
             raise UsageError(
@@ -410,8 +415,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._saving = None
-        if trainer.is_global_zero and self._folder.last_finished != path and self._folder.has(path, record):
-            self._commit_foreign(trainer, path)
         self._update_loggers(trainer)
 
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
@@ -454,17 +457,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         elif best:
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._loggers_outdated = True
-
-    def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
-        """Do what a strategy that writes without the CheckpointIO leaves undone."""
-        self._folder.on_commit(path)
-        if record_or_none(path) is None:
-            self._warn_once(
-                "foreign",
-                f"SafeCheckpoint: {type(trainer.strategy).__name__} writes checkpoints without a record: a kill may "
-                "leave one incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor "
-                "deleted",
-            )
 
     def _update_loggers(self, trainer: Trainer) -> None:
         """Tell loggers that upload checkpoints that there is a new one."""
