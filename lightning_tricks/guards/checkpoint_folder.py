@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import rank_zero_warn
@@ -28,6 +28,7 @@ from lightning_tricks.checkpoints.write_file import fsync_path, is_locked, remov
 LAST = "last.ckpt"
 Records = Mapping[str, Record]  # by the name of the file or folder
 _PATTERN = "*.ckpt"
+_LOCK = threading.Lock()  # around changes of a folder, which the thread that writes makes too
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
 
 
@@ -165,16 +166,6 @@ class CheckpointFolder:
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
         self._begun: dict[str, Record] = {}  # of the writes that have not finished
         self._retried: Path | None = None
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the lock, which cannot be copied."""
-        state = dict(self.__dict__)
-        del state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
     def record(self, path: Path) -> Record | None:
         """The record of a checkpoint without its checksums; opens no file that is as it was when it was last asked."""
@@ -245,7 +236,7 @@ class CheckpointFolder:
 
         Idempotent. Called when a new checkpoint has its name, so that nothing is deleted before.
         """
-        with self._lock:
+        with _LOCK:
             records = self.records()
             ours = self.of_this_run(records)
             if name := last_of(records):
@@ -312,7 +303,7 @@ class CheckpointFolder:
 
     def _make_room(self, new: Path) -> str | None:
         """Delete one checkpoint; returns its name, None where all must stay."""
-        with self._lock:
+        with _LOCK:
             records = self.records()
             if name := to_make_room(self.of_this_run(records), self.retention, self.protected | {new.name}):
                 move_last(self.path / (last_of(records) or name))  # it never leads to a deleted one

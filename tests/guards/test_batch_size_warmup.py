@@ -379,11 +379,6 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_steps_batch():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "stages=None, double_every=None: give one of the two"),
-        ({"stages": STAGES, "start": 2}, "start=2: it is for double_every"),
-        ({"double_every": 0}, "double_every=0: give 1 or more"),
-        ({"double_every": 3, "unit": "epochs"}, "unit='epochs': give one of steps, tokens"),
-        ({"double_every": 3, "lr_rule": "cube"}, "lr_rule='cube': give one of none, linear, sqrt"),
         ({"stages": {1: 1, 5: 4}}, "give a first stage at 0"),
         ({"stages": {0: 2, 5: 1}}, "a larger batch in each later one"),
         ({"stages": {0: 1, 5: 2}}, r"the last stage must be the recipe's batch, 4 micro-batches \(1 process"),

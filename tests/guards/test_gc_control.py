@@ -10,7 +10,6 @@ from harness.runs import On
 from hung_run import Module, Stands, trainer_with
 from torch.utils.data import DataLoader
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GCControl
 
 
@@ -112,8 +111,3 @@ def test_training_is_the_same_to_the_bit():
         torch.manual_seed(1)
         weights.append([*fit(*callbacks).model.parameters(), torch.get_rng_state()])
     assert all(map(torch.equal, *weights))
-
-
-def test_an_interval_below_one_is_refused():
-    with pytest.raises(UsageError, match=r"GCControl.every_n_steps=0: give 1 or more"):
-        GCControl(every_n_steps=0)

@@ -396,17 +396,6 @@ def test_two_in_one_folder_are_refused(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("every_n_train_steps", 0), ("keep_last", 0), ("keep_best", -1), ("permanent_steps", 0), ("mode", "low"),
-     ("every_n_minutes", 0), ("keep_last", 1.5), ("keep_last", None), ("keep_last", "powers_of_two"),
-     ("keep_best", None), ("every_n_train_steps", "powers_of_two")],
-)  # fmt: skip
-def test_an_option_out_of_range_is_one_line(option, value):
-    with pytest.raises(UsageError, match=f"SafeCheckpoint: {option}={value!r}: give"):
-        SafeCheckpoint(**{option: value})
-
-
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for dirpath in (tmp_path / "file", tmp_path / "file/checkpoints"):

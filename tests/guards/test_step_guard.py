@@ -395,21 +395,6 @@ def guarded_steps(guard: StepGuard, steps: int) -> tuple[pl.Trainer, Line]:
         return fit(model, guard, max_steps=steps).trainer, model
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"sigmas": 0}, "StepGuard.sigmas=0: give a number of standard deviations above 0"),
-        ({"norm_ratio": -1}, "StepGuard.norm_ratio=-1: give a number from 0 on"),
-        ({"window_steps": 1}, "StepGuard: window_steps=1, active_after_steps=64: a deviation needs 2 steps"),
-        ({"active_after_steps": 200}, "StepGuard: window_steps=128, active_after_steps=200: a deviation"),
-        ({"max_skipped_steps": 0}, "StepGuard.max_skipped_steps=0: give 1 or more"),
-    ],
-)
-def test_options_out_of_their_range(options, line):
-    with pytest.raises(UsageError, match=f"^{line}"):
-        StepGuard(**options)
-
-
 def test_runs_whose_steps_cannot_be_judged_are_refused():
     class LBFGS(Line):
         def configure_optimizers(self) -> Any:
