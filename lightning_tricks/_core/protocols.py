@@ -57,10 +57,8 @@ class KnowsPeak(Protocol):
 class SavesNow(Protocol):
     """A callback that saves the run whenever it is asked, for Preemption."""
 
-    last_model_path: str
-
     def save_now(self, trainer: Any) -> str | None:
-        """Path of what it has saved; None if it could not."""
+        """Path of what it has saved; None if it could not: then that of its attribute `last_model_path`, if any."""
 
 
 @runtime_checkable

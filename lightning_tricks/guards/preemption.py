@@ -365,7 +365,8 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
         if isinstance(callback, SavesNow):
             path = callback.save_now(trainer)
             wait_for_write(trainer)
-            return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
+            path = path or getattr(callback, "last_model_path", None) or trainer.ckpt_path or ""
+            return str(trainer.strategy.broadcast(str(path)))
     saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
     folder = str(saver.dirpath if saver is not None else trainer.default_root_dir)
     path = os.path.join(folder, LAST)
