@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from guards.test_safe_checkpoint import Batches, fit, names, steps
 from guards.test_safe_checkpoint import lines_of as all_lines_of
