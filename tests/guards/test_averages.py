@@ -161,9 +161,9 @@ def test_a_window_without_nan_does_not_hear_of_an_earlier_one():
     assert torch.equal(average[0], module.weight)
 
 
-@pytest.mark.parametrize("rollback_first", [True, False])
 @pytest.mark.parametrize(
-    ("average", "mean"), [(EMA(decay=0.5, warmup=False), 2.5), (TailAverage(horizon_steps=4), 3.0)]
+    ("average", "mean", "rollback_first"),
+    [(EMA(decay=0.5, warmup=False), 2.5, True), (TailAverage(horizon_steps=4), 3.0, False)],
 )
 def test_after_a_rollback_it_begins_anew_with_the_weights_that_came_back(average, mean, rollback_first):
     class Destroys(pl.Callback):
@@ -281,8 +281,7 @@ def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weigh
     assert trainer.callback_metrics["val/ema_share"] == 0
 
 
-@pytest.mark.parametrize("kind", ["ema", "tail"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(("kind", "error"), [("ema", RuntimeError), ("tail", KeyboardInterrupt)])
 def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
     module, callback = Net(), KINDS[kind]()
 

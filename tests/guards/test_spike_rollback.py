@@ -85,8 +85,9 @@ class Averages(pl.Callback):
 
 
 @pytest.mark.parametrize("copies", [2, 0], ids=["from memory", "from a checkpoint"])
-@pytest.mark.parametrize("in_front", [True, False])
-@pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: TailAverage(horizon_steps=500)], ids=["EMA", "TailAverage"])
+@pytest.mark.parametrize(
+    ("make", "in_front"), [(lambda: EMA(0.9), True), (lambda: TailAverage(horizon_steps=500), False)]
+)
 def test_an_average_goes_back_with_the_weights_and_on_from_there(make, in_front, copies, tmp_path):
     average = make()
     averages, saves = Averages(average), [] if copies else [saver(tmp_path)]
