@@ -63,9 +63,7 @@ from lightning_tricks._trainer.run_facts import random_rank as random_rank
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
-from lightning_tricks._trainer.run_length import (
-    micro_batches_before_validation as micro_batches_before_validation,
-)
+from lightning_tricks._trainer.run_length import micro_batches_before_validation as micro_batches_before_validation
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import RunningCall as RunningCall

@@ -40,12 +40,7 @@ def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
     """
     fields = asdict(record)
     del fields["checksums"]
-    return {
-        "record": fields,
-        "recipe": recipe_of(trainer),
-        "versions": versions(),
-        "module": class_name(module),
-    }
+    return {"record": fields, "recipe": recipe_of(trainer), "versions": versions(), "module": class_name(module)}
 
 
 def class_name(module: Module) -> str:

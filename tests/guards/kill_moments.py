@@ -102,10 +102,7 @@ class Moments:
                 setattr(owner, name, around(getattr(owner, name), "files", then=("files",)))
 
 
-CHANGES: dict[Any, tuple[str, ...]] = {
-    Path: ("replace", "rename", "unlink", "symlink_to"),
-    shutil: ("rmtree",),
-}
+CHANGES: dict[Any, tuple[str, ...]] = {Path: ("replace", "rename", "unlink", "symlink_to"), shutil: ("rmtree",)}
 
 
 def be_quiet() -> None:

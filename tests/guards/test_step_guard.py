@@ -15,14 +15,7 @@ from harness.runs import On, Run, decoding, fit, same, same_training, trainer_wi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import (
-    BF16True,
-    FP16Mixed,
-    FSDP2Strategy,
-    GradientClippingMixin,
-    SpikeRollback,
-    StepGuard,
-)
+from lightning_tricks import BF16True, FP16Mixed, FSDP2Strategy, GradientClippingMixin, SpikeRollback, StepGuard
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.guards.step_guard import skipping
 from lightning_tricks.optim import ComposedOptimizer, Muon

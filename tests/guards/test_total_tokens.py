@@ -74,8 +74,7 @@ def same_weights(one, other):
 
 
 @pytest.mark.parametrize(
-    ("total", "accumulate", "steps"),
-    [(96, 1, 6), (97, 1, 7), (1e2, 1, 7), (96, 3, 2), (100, 3, 3), (17, 1, 2)],
+    ("total", "accumulate", "steps"), [(96, 1, 6), (97, 1, 7), (1e2, 1, 7), (96, 3, 2), (100, 3, 3), (17, 1, 2)]
 )
 def test_it_is_the_run_of_as_many_steps_as_reach_the_tokens(shard, total, accumulate, steps):
     trainer, model = fit(shard, total, accumulate_grad_batches=accumulate)

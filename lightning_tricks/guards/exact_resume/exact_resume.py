@@ -13,12 +13,7 @@ import torch
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SavesNow
-from lightning_tricks._core.random_state import (
-    gather,
-    random_state,
-    saved_random_states,
-    set_random_state_of,
-)
+from lightning_tricks._core.random_state import gather, random_state, saved_random_states, set_random_state_of
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
     DeferredSaves,

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import (
-    epoch_means,
-    is_a,
-    is_restarting,
-    plateau_updates,
-    set_callback_metrics,
-)
+from lightning_tricks._trainer import epoch_means, is_a, is_restarting, plateau_updates, set_callback_metrics
 from lightning_tricks._trainer.lightning import Module, rank_zero_warn
 
 # Lightning's callbacks, and their subclasses, beside which a resume is another run: why, and what to do. The others are
