@@ -565,7 +565,7 @@ def saves(path: Path, rewind: Any, batch: int, hook: str) -> On:
 
 
 def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
-    saver = saves(tmp_path / "five.ckpt", _trainer.rewind_to_step, 4, "on_train_batch_end")
+    saver = saves(tmp_path / "five.ckpt", _trainer.loop.rewind_to_step, 4, "on_train_batch_end")
     train(saver, batches=7, accumulate_grad_batches=3)  # two of them are done
     found = answers(counts, hook="on_train_batch_end", batches=7, ckpt_path=tmp_path / "five.ckpt")
     assert [one[:2] for one in found] == [(4, 4), (5, 5), (6, 6), (7, 7)]
@@ -573,7 +573,7 @@ def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
 
 
 def test_a_batch_that_was_running_at_a_save_is_counted_once(tmp_path):
-    saver = saves(tmp_path / "running.ckpt", _trainer.rewind_to_step, 2, "on_train_batch_start")
+    saver = saves(tmp_path / "running.ckpt", _trainer.loop.rewind_to_step, 2, "on_train_batch_start")
     unbroken = answers(counts, saver, hook="on_train_batch_end")
     forget = On(on_train_start=lambda trainer, _: _trainer.forget_running_batch(trainer))
     resumed = answers(counts, forget, hook="on_train_batch_end", ckpt_path=tmp_path / "running.ckpt")
