@@ -375,12 +375,6 @@ def test_a_loss_that_is_not_finite_is_out_of_bounds_from_the_first_step_on():
     assert not after([9.0, 99.0, 999.0]).spiking  # finite ones once the window is half full
 
 
-def test_the_limit_is_that_of_the_mean_and_the_deviation():
-    values = [1.0, 1.2, 0.8, 1.0]
-    deviation = math.sqrt(0.08 / 3)
-    assert after(values).limit == pytest.approx(1 + 6 * deviation)
-
-
 def test_a_slow_rise_does_not_lift_its_own_bound():
     slow = [1 + 0.05 * (step % 4) for step in range(64)] + [1.1 + 0.04 * step for step in range(40)]
     assert after(slow, window_steps=32).spiking
