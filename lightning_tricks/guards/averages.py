@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import around_saves
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer.on_exception import only_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.averages import AVERAGES, MEAN
 from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap

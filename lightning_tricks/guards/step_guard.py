@@ -21,7 +21,7 @@ from lightning_tricks._core.tensors import local, where_read
 from lightning_tricks._trainer import logging_step, optimizer_index, run_facts, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks._trainer.samples import step_samples
+from lightning_tricks._trainer.run_facts import step_samples
 from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
