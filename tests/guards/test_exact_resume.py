@@ -156,6 +156,7 @@ def test_two_processes_resume_each_with_its_own_state(ended, kind, options):
     assert said(folder / "run", 0)["batch", 1]["data"] != said(folder / "run", 1)["batch", 1]["data"]
 
 
+@pytest.mark.long
 def test_one_process_takes_the_rows_of_two(ended):
     folder = ended("two, then one")
     of_two = [said(folder / "two", rank) for rank in range(2)]

@@ -330,6 +330,7 @@ def in_a_fork(act):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_forked_process_acts_as_without_the_handlers(number):
     # a fit that failed in an earlier test may have left Lightning's handler

@@ -317,6 +317,7 @@ def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(be
     assert "Traceback" not in out
 
 
+@pytest.mark.long
 def test_an_interrupt_is_as_without(beside_each_other):
     """Lightning's own words, its exit code, and none of ours."""
     code, out = beside_each_other(INTERRUPTED)

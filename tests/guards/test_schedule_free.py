@@ -419,6 +419,7 @@ def ranks(rank: int, folder: Path, expected: tuple[list[float], list[float]]) ->
         torch.save(local(whole), folder / "end.pt")
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_without(tmp_path):
     one = fit_two(tmp_path / "one")
     processes.run(ranks, tmp_path, (one.validated, one.losses))

@@ -454,11 +454,13 @@ def resume_as_rank(rank: int, folder: Path) -> None:
     assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path, strategy):
     run(train_as_rank, strategy, 3, tmp_path)
 
 
+@pytest.mark.long
 def test_shards_come_back_from_a_checkpoint_and_a_resume_from_behind_the_rollback_is_the_same_run(tmp_path):
     run(train_as_rank, "fsdp2", 0, tmp_path)
     run(resume_as_rank, tmp_path)

@@ -311,6 +311,7 @@ def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:
     assert [line.split("; ")[0].endswith(" on rank 1") for line in lines] == ([True] if rank == 0 else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoilt", "strategy"), [("NaN batch", "ddp"), ("NaN batch", "fsdp2"), ("loss x 100", "fsdp2")]
 )

@@ -192,6 +192,7 @@ def _fit_on_two_ranks(rank, folder, shard):
         assert model.lrs == planned(6)
 
 
+@pytest.mark.long
 def test_two_ranks_see_the_tokens_together_and_a_resume_on_one_rank_counts_them(shard, tmp_path):
     in_processes(_fit_on_two_ranks, tmp_path, shard)
     trainer, model = fit(shard, 320, resume=tmp_path / "ddp" / "step=3.ckpt")
