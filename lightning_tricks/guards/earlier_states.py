@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KeepsRollbackState
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks._trainer import enabled_scaler, reduce_over_all, unwrapped
+from lightning_tricks._trainer import enabled_scaler, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
-from lightning_tricks.guards.checkpoint_content import not_finite, numbers_of
 from lightning_tricks.guards.step_guard import can_be_copied
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.parallel.shard import drop_gathered
@@ -226,13 +225,12 @@ class SavedStates:
         self._goes_on_from = trainer.global_step if trainer.ckpt_path or trainer.global_step else -1
         found = [candidate for folder in folders_of(trainer) for candidate in candidates(folder)]
         self._older = {(candidate.place, candidate.written_ns) for candidate in found}
-        self._not_finite: set[Path] = set()
 
     def restore_newest(self, is_good: Callable[[int], bool]) -> tuple[Path, dict[str, Any]] | None:
-        """Load weights and optimizer state of the newest finite checkpoint; every rank must call.
+        """Load weights and optimizer state of the newest whole checkpoint; every rank must call.
 
         Args:
-            is_good: whether the state before a step may be gone back to.
+            is_good: whether the state before a step may be gone back to: the loss that it gave was finite.
 
         Returns:
             Its path and its content; None where there is none.
@@ -240,21 +238,14 @@ class SavedStates:
         trainer = self._trainer
         if isinstance(io := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             io.wait()  # what a thread still writes
-        while True:
-            path = trainer.strategy.broadcast(self._find(is_good) if trainer.is_global_zero else None)
-            if path is None:
-                return None
-            checkpoint = _load(trainer, path)
-            weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
-            if float(reduce_over_all(trainer.strategy, weights, "sum")) == 0:
-                return path, checkpoint
-            self._not_finite.add(path)
+        path = trainer.strategy.broadcast(self._find(is_good) if trainer.is_global_zero else None)
+        return None if path is None else (path, _load(trainer, path))
 
     def _find(self, is_good: Callable[[int], bool]) -> Path | None:
         def problem(place: Path) -> str | None:
             candidate = by_place.get(place)
-            if candidate is None or candidate.path in self._not_finite:
-                return "new or not finite"
+            if candidate is None:
+                return "new"
             try:
                 step = _step_of(candidate)
                 is_older = (place, candidate.written_ns) in self._older
