@@ -1,4 +1,4 @@
-"""The states that a run can go back to: copies in the host's memory, and the run's own checkpoints."""
+"""The states that SpikeRollback can go back to: copies in the host's memory, and the run's own checkpoints."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""How steps are judged: the verdict on the device, and the report on the host."""
+"""How StepGuard judges steps: the verdict on the device, and the report on the host."""
 
 import math
 from collections.abc import Sequence
