@@ -119,6 +119,18 @@ def test_no_validation_follows_where_its_loader_is_empty():
     assert found[1:] == [False, False]
 
 
+def test_a_run_may_be_saved_when_a_step_the_validation_after_it_and_no_end_of_an_epoch_is_left():
+    asked = []
+    ask = lambda trainer, *_: asked.append((trainer.global_step, _trainer.may_save(trainer)))  # noqa: E731
+    notes = On(on_train_batch_end=ask, on_validation_end=ask)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 1}
+    trainer_with(notes, **options).fit(model_with(), data(6), data(1))
+    sanity, *batches = asked
+    assert sanity == (0, False)
+    # micro-batches 1 to 4, the validation behind the fourth, 5 and 6; the epoch's end comes behind the sixth
+    assert batches == [(0, False), (1, True), (1, False), (2, False), (2, True), (2, False), (3, False)]
+
+
 @pytest.mark.parametrize(("options", "stops"), [({"max_steps": 2}, 2), ({"max_epochs": 2}, None)])
 def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops):
     def ask(trainer: Any) -> bool:

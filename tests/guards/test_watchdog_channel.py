@@ -380,7 +380,7 @@ def wires(monkeypatch):
         each.end()
 
 
-@pytest.mark.parametrize("world", [64, 1024, 2048])
+@pytest.mark.parametrize("world", [64, 1024])
 def test_messages_do_not_grow_with_the_number_of_ranks_and_the_rank_behind_is_named(world, wires):
     many = wires(world)
     places = [{"part": "backward", "step": 7, "collectives": {"0": 12}} for _ in range(world)]
