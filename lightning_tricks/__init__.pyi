@@ -3,7 +3,7 @@
 from lightning_tricks.accounting.flop_counting import count_flops as count_flops
 from lightning_tricks.accounting.flops import recompute_flops_per_token as recompute_flops_per_token
 from lightning_tricks.accounting.flops import training_flops_per_token as training_flops_per_token
-from lightning_tricks.accounting.peak_flops import peak_flops as peak_flops
+from lightning_tricks.accounting.gpus import peak_flops as peak_flops
 from lightning_tricks.cli.recipe_cli import RecipeCLI as RecipeCLI
 from lightning_tricks.cli.recipe_cli import load_recipe as load_recipe
 from lightning_tricks.commands.coordinate_check import CoordinateReport as CoordinateReport
@@ -29,8 +29,8 @@ from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.guards.watchdog.hang_watchdog import HangWatchdog as HangWatchdog
 from lightning_tricks.guards.watchdog.rank_monitor import RankMonitor as RankMonitor
 from lightning_tricks.language_model import LanguageModel as LanguageModel
-from lightning_tricks.loggers.resuming_csv_logger import ResumingCSVLogger as ResumingCSVLogger
-from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger as ResumingTensorBoardLogger
+from lightning_tricks.loggers.resuming_loggers import ResumingCSVLogger as ResumingCSVLogger
+from lightning_tricks.loggers.resuming_loggers import ResumingTensorBoardLogger as ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer as MetricBuffer
 from lightning_tricks.metrics.token_metrics import BitsPerByte as BitsPerByte
 from lightning_tricks.metrics.token_metrics import TokenLoss as TokenLoss
@@ -51,9 +51,9 @@ from lightning_tricks.monitors.goodput_monitor import GoodputMonitor as GoodputM
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor
 from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMonitor
-from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
+from lightning_tricks.monitors.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
-from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
+from lightning_tricks.monitors.run_ledger import RunLedger as RunLedger
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor
@@ -69,7 +69,7 @@ from lightning_tricks.optim.param_rule import LayerwiseLRDecay as LayerwiseLRDec
 from lightning_tricks.optim.param_rule import ParamRule as ParamRule
 from lightning_tricks.outputs.branch_lineage import BranchLineage as BranchLineage
 from lightning_tricks.outputs.compression_baseline import CompressionBaseline as CompressionBaseline
-from lightning_tricks.outputs.lm_eval.lm_eval import LMEval as LMEval
+from lightning_tricks.outputs.lm_eval import LMEval as LMEval
 from lightning_tricks.outputs.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.outputs.sample_text import SampleText as SampleText
 from lightning_tricks.parallel.dims import ParallelDims as ParallelDims

@@ -11,7 +11,7 @@ from lightning_tricks.accounting.flops import (
     recompute_flops_per_token,
     training_flops_per_token,
 )
-from lightning_tricks.accounting.peak_flops import measure_peak_flops, peak_flops, peak_source
+from lightning_tricks.accounting.gpus import peak_flops, peak_source
 
 if TYPE_CHECKING:
     from lightning_tricks.accounting.flop_counting import CannotCount, count_flops
@@ -24,7 +24,6 @@ __all__ = [
     "attention_flops_per_token",
     "count_flops",
     "matmul_parameters",
-    "measure_peak_flops",
     "peak_flops",
     "peak_source",
     "recompute_flops_per_token",

@@ -17,7 +17,7 @@ from lightning_tricks._core.quote import html_text, markdown_block, markdown_tex
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer import folder_of_run, is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, pl
-from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
+from lightning_tricks.loggers.resuming_loggers import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED

@@ -15,7 +15,7 @@ from short_run import Model, events, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.loggers.resume_point import ResumePoint
+from lightning_tricks.loggers.resuming_loggers import ResumePoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 

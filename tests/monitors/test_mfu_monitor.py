@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.device_speed import device_peak
 from lightning_tricks.accounting.flop_counting import FlopCounter
-from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
 from lightning_tricks.monitors import _clock as stopwatch
+from lightning_tricks.monitors import mfu_monitor
 from lightning_tricks.monitors._clock import Stopwatch
-from lightning_tricks.monitors.mfu import mfu_monitor
-from lightning_tricks.monitors.mfu.batch_flops import contents_of
+from lightning_tricks.monitors.mfu_monitor import contents_of
 
 PREFIX = "throughput/"
 PEAKS = sys.modules[device_peak.__module__]

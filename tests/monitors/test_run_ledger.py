@@ -15,7 +15,7 @@ from torch.multiprocessing import ProcessExitedException
 from lightning_tricks import RunLedger
 from lightning_tricks.logs.ledger_diff import check, compare, name_of
 from lightning_tricks.logs.ledger_file import read_ledger
-from lightning_tricks.monitors.run_ledger import sums
+from lightning_tricks.monitors import _bit_sums as sums
 
 TWENTY = range(20)
 AT_END = next(seed for seed in TWENTY if Plant(1, "bit", seed).at_end)

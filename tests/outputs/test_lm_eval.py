@@ -93,7 +93,7 @@ def rolling(decoder, tokens, longest):
 
 @torch.no_grad()
 def test_each_answer_is_that_of_its_row_alone():
-    from lightning_tricks.outputs.lm_eval.harness_model import HarnessModel
+    from lightning_tricks.outputs._harness_model import HarnessModel
 
     model, longest = model_of(), CONFIG.max_seq_len
     asked = HarnessModel(model, batch_size=2)
@@ -116,7 +116,7 @@ def test_each_answer_is_that_of_its_row_alone():
 
 @torch.no_grad()
 def test_a_text_ends_before_a_stop_word_an_end_of_text_or_the_number_of_tokens():
-    from lightning_tricks.outputs.lm_eval.harness_model import HarnessModel
+    from lightning_tricks.outputs._harness_model import HarnessModel
 
     prompt, ids = TOKENIZER.encode("return").ids, TOKENIZER.encode("def parse text").ids
     script = [*prompt, *ids, 0, *[5] * 99]  # whatever it reads, the model writes its next token

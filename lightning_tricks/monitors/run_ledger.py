@@ -21,10 +21,10 @@ from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
-from lightning_tricks.monitors.run_ledger.sums import (
+from lightning_tricks.monitors._bit_sums import (
     MODULUS,
-    BatchSum,
     WeightSum,
+    batch_sums,
     optimizer_sum,
     other_random_sum,
     read,
@@ -161,7 +161,6 @@ class RunLedger(pl.Callback):
         self._file: LedgerFile | None = None  # on rank 0
         self._weights: WeightSum | None = None
         self._counted: list[int] = []  # ranks whose batches make the global batch
-        self._batch = BatchSum()
         self._steps: dict[int, _Step] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -195,7 +194,7 @@ class RunLedger(pl.Callback):
         if number not in self._steps:
             self._steps[number] = _Step(step_samples(trainer))
         step = self._steps[number]
-        sums, rows = self._batch.of_micro_batch(batch if hooks_have_batch(trainer) else None)
+        sums, rows = batch_sums(batch if hooks_have_batch(trainer) else None)
         step.rows = step.rows or rows
         step.batch.append(sums)
 
