@@ -142,7 +142,7 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, passes: int, copies
     if not count:
         raise CannotCount("the batch holds no tensors before the step")
     flops = copies * model / count, copies * recompute / count
-    missing = "".join(f", without {name} in {part}" for name, part in counter.uncounted.items())
+    missing = "".join(f", without {name}" for name in counter.uncounted)
     how = f"counted on the first batch, attention in full{missing}"
     return _constant("token" if contents.positions else "sample", flops, how, passes)
 
@@ -217,6 +217,9 @@ class MFUMonitor(pl.Callback):
 
     Raises:
         UsageError: an option is out of range, both FLOPs are given, or `flops_per_token` where batches have no tokens.
+
+    Example:
+        >>> monitor = MFUMonitor(peak_flops=312e12)  # of an A100 in bf16, which need not be given
 
     Source: MFU and HFU as in
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.

@@ -20,6 +20,9 @@ class BranchLineage(pl.Callback):
         trunk: path of the checkpoint that the decay branched off.
         trunk_step: optimizer steps done in that checkpoint: the first step of the decay, counted from 0.
         decay_steps: length of the decay in optimizer steps.
+
+    Example:
+        >>> lineage = BranchLineage("checkpoints/step=8000.ckpt", trunk_step=8000, decay_steps=2000)
     """
 
     def __init__(self, trunk: str, trunk_step: int, decay_steps: int) -> None:

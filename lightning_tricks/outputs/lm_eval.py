@@ -45,6 +45,9 @@ class LMEval(pl.Callback):
         UsageError: when the run starts: lm_eval or the tokenizer is missing; no such task, or its data cannot be read;
             ranks that share rows (tensor, context).
 
+    Example:
+        >>> scores = LMEval(["arc_easy", "lambada_openai"], limit=200)  # doctest: +SKIP
+
     Source: https://github.com/EleutherAI/lm-evaluation-harness, whose maintainers advise a callback that calls
         `simple_evaluate` (issue 1088 there).
     """

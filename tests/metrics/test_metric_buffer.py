@@ -764,25 +764,6 @@ def test_a_module_that_holds_it_can_be_copied_and_pickled_in_mid_fit():
 # ---- several ranks
 
 
-def test_after_a_failure_the_next_fit_asks_the_other_ranks_again():
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda values, group, reduce_op: 2 * values)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
-    trainer = SimpleNamespace(
-        callbacks=[], checkpoint_callbacks=[], log_every_n_steps=1, world_size=2, strategy=strategy, loggers=[Plain()],
-        callback_metrics={}, logged_metrics={}, fit_loop=loop,
-    )  # fmt: skip
-    buffer = MetricBuffer.of(trainer)
-    buffer.record("a", torch.tensor(1.0), over_ranks="sum")
-    with pytest.warns(UserWarning, match="rank 0 alone"):
-        buffer.on_exception(trainer, None, ZeroDivisionError())
-    assert trainer.callback_metrics["a"] == 1.0
-    assert MetricBuffer.of(trainer) is buffer
-    buffer.record("a", torch.tensor(1.0), over_ranks="sum")
-    buffer._close_step()
-    buffer.flush()
-    assert trainer.callback_metrics["a"] == 2.0
-
-
 class Two(Model):
     def training_step(self, batch, batch_idx):
         rank = self.trainer.global_rank

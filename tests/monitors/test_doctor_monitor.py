@@ -3,7 +3,6 @@
 import itertools
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,16 +210,6 @@ def test_of_two_points_of_a_step_the_later_one_counts_also_where_steps_go_back()
         history.add("a", step, value)
     series = history.series()["a"]
     assert (series.steps.tolist(), series.values.tolist()) == ([0, 1], [4.0, 3.0])
-
-
-def test_only_rank_0_keeps_metrics():
-    for is_zero in (True, False):
-        monitor = DoctorMonitor()
-        monitor._trainer = SimpleNamespace(is_global_zero=is_zero, callback_metrics={"val/loss": torch.tensor(1.0)})
-        monitor._keep("train/loss", 3, 2.0)
-        assert monitor._note_logged("val_loss", 4) == 1.0  # each rank reads it: that may need all of them
-        monitor._report()
-        assert set(monitor._history.points) == ({"train/loss", "val/loss"} if is_zero else set())
 
 
 # ---- ranks

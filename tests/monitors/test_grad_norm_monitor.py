@@ -1,6 +1,5 @@
 """The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
 
-import copy
 import math
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -319,17 +318,6 @@ def test_a_compiled_block_keeps_its_name():
     parts = parameters_by_block(model, model.parameters())
     assert list(parts) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [len(part) for part in parts.values()] == [2, 4, 4, 4, 2]
-
-
-def test_a_copy_of_the_watched_module_copies_no_trainer():
-    class Copies(Net):
-        def on_train_batch_end(self, *_):
-            trainer, self._trainer = self._trainer, None
-            copied = copy.deepcopy(self)
-            self._trainer = trainer
-            assert copied._trainer is None
-
-    train(Copies(), GradNormMonitor(), max_steps=1)
 
 
 def test_deepspeeds_norm_is_its_engines():

@@ -110,24 +110,6 @@ def test_a_clip_in_a_callback_comes_before_the_logged_norm(mixin):
     assert run.weights[0].tolist() == UNIT_STEPS
 
 
-def test_a_hook_on_the_object_counts_like_one_of_its_class():
-    def make():
-        model = Slope()
-        model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
-        return model
-
-    assert watched(make, gradient_clip_val=3.0).of("train/grad_norm") == NORMS
-
-
-def test_with_accumulation_the_norm_is_that_of_the_whole_batch_before_the_modules_clip():
-    class Own(Slope):
-        def on_before_optimizer_step(self, optimizer):
-            by_torch(self, optimizer)
-
-    run = watched(Own, accumulate_grad_batches=2, max_steps=2)
-    assert run.of("train/grad_norm") == [7.5, 17.5]
-
-
 @pytest.mark.parametrize("clip", HOW)
 @pytest.mark.parametrize("place", ["class", "object", "wrapped"])
 def test_a_clip_of_the_modules_own_is_called_and_stays(clip, place):
@@ -263,15 +245,6 @@ def test_the_plugin_has_its_own_methods_outside_of_batches():
 
     for make in (Validated, lambda: Validated(automatic=False).steps_by_hand()):
         watched(make, On(**dict.fromkeys(hooks, look)), val_check_interval=2)
-
-
-def test_a_second_fit_with_the_same_objects_knows_nothing_of_the_first():
-    model, monitor = Slope(), GradNormMonitor()
-    assert fit(model, monitor, gradient_clip_val=7.0).of("train/clipped_fraction") == [0.5, 1.0]
-    model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
-    again = fit(model, monitor)
-    assert again.of("train/grad_norm") == NORMS
-    assert not again.of("train/clipped_fraction")
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])

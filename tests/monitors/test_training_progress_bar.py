@@ -146,14 +146,6 @@ def test_validation_has_a_line_of_its_own_below_that_of_its_step(capsys):
     assert "step 4  validation  loss 7.0000" in lines
 
 
-def test_a_validation_that_logs_nothing_known_has_no_line(capsys):
-    class Silent(Model):
-        def validation_step(self, batch, batch_idx): ...
-
-    run(TrainingProgressBar(), model=Silent())
-    assert "validation" not in capsys.readouterr().out
-
-
 def test_validating_alone_prints_lightnings_table_only(capsys):
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[TrainingProgressBar()])
     trainer.validate(Model(), DataLoader(torch.ones(2, 1, 3, 4)))
@@ -269,22 +261,6 @@ def test_the_last_step_of_the_last_epoch_shows_its_own_values(capsys):
     assert [re.search(r"norm (\d+)", line)[1] for line in lines] == ["107", "114", "120"]
 
 
-def test_whichever_comes_first_of_steps_and_epochs_is_the_end(capsys):
-    run(TrainingProgressBar(), max_steps=100, max_epochs=1, val_check_interval=20, log_every_n_steps=20)
-    assert steps(capsys.readouterr().out)[0].startswith("step 20/20 (100%)")
-
-
-def test_an_accumulation_that_changes_with_the_epoch_has_its_own_end(capsys):
-    # 6 batches an epoch: 6 steps, then 3, then 2 of 4 and 2 batches
-    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
-    data = DataLoader(TensorDataset(torch.ones(6, 3, 4)))
-    options = {"max_steps": -1, "max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 6}
-    run(TrainingProgressBar(), scheduler, data=data, **options)
-    lines = steps(capsys.readouterr().out)
-    assert [line.split("  ")[0] for line in lines] == [f"step {n}/11 ({n / 11:.0%})" for n in range(1, 12)]
-    assert lines[-1].endswith("ETA 0:00:00")
-
-
 def test_data_that_ends_before_max_steps_says_so(capsys):
     class Short(IterableDataset):
         def __iter__(self):
@@ -360,11 +336,6 @@ def test_a_log_file_has_whole_lines_and_no_control_characters(capsys, monkeypatc
 def test_the_validation_line_replaces_the_redrawn_one_and_stays(capsys, terminal):
     run(TrainingProgressBar())
     assert "\r\x1b[2Kstep 4  validation  loss 7.0000\n\r\x1b[2Kstep 6/6" in capsys.readouterr().out
-
-
-def test_the_last_line_stays_also_before_a_validation(capsys, terminal):
-    run(TrainingProgressBar(), val_check_interval=6)
-    assert re.search(r"Kstep 6/6[^\r\n]*\n\r\x1b\[2Kstep 6  validation", capsys.readouterr().out)
 
 
 def test_an_error_and_an_early_end_start_on_their_own_line(capsys, terminal):
