@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsFlops, KnowsPeak
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.accounting.device_speed import device_peak
@@ -118,9 +119,8 @@ def known_batch_flops(
         return _constant("token", (per_token, math.nan), "given")
     if per_sample is not None:
         return _constant("sample", (per_sample, math.nan), "given")
-    own = getattr(module, "flops_per_token", None)
-    if callable(own) and contents.length:
-        of_one = functools.cache(lambda length: own(length, attention))
+    if isinstance(module, KnowsFlops) and callable(module.flops_per_token) and contents.length:
+        of_one = functools.cache(lambda length: module.flops_per_token(length, attention))
         return BatchFlops("token", of_one, _line("token", of_one(contents.length)[0], f"{attention} attention"))
     return None
 
@@ -327,9 +327,10 @@ class MFUMonitor(pl.Callback):
     def _begin(self, pl_module: Any) -> None:
         """Find FLOPs and peak, log them in a line, and start the clock: the first batch has come."""
         trainer = self._trainer
-        device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
+        device, plugin = trainer.strategy.root_device, trainer.precision_plugin
+        dtype = plugin.peak_dtype if isinstance(plugin, KnowsPeak) else None
         self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
-        choice = getattr(trainer.precision_plugin, "choice", None)  # of AutoPrecision, with its reason
+        choice = getattr(plugin, "choice", None)  # of AutoPrecision, with its reason
         self._against += f"; {choice}" if choice else ""
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
         known = known_batch_flops(pl_module, self._contents, *options)

@@ -109,6 +109,7 @@ def test_an_unknown_gpu_names_the_nearest_and_the_options_for_any_other():
         find_gpu("h1000")
 
 
+@pytest.mark.long
 def test_the_table_needs_no_torch():
     code = "import sys, lightning_tricks.accounting; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -453,6 +453,7 @@ def _ranks(rank: int, folder: str) -> None:
     assert float(trainer.callback_metrics["train/clip_norm"]) == 0.5
 
 
+@pytest.mark.long
 def test_only_rank_0_writes(tmp_path):
     processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
@@ -468,6 +469,7 @@ short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callback
 """
 
 
+@pytest.mark.long
 def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = ALONE.format(folder=str(tmp_path))
