@@ -242,22 +242,18 @@ def _interval(start: float, end: float) -> Interval:
     return start, end
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file, each with `run`, `processes` and `saves`; none if the file is missing or cannot be read."""
+def read_history(path: Path, run: str) -> tuple[list[Interval], list[Interval]] | None:
+    """When the processes of a run ran and its saves took place, by a file; None if that has nothing of this run."""
     try:
         found: dict[str, Any] = parse_json(read_text(path))
-        return [
-            {"run": one["run"], **{name: [_interval(*pair) for pair in one[name]] for name in ("processes", "saves")}}
-            for one in (found, *found.get("other_runs", []))
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # missing, of another program, or cut off: then lost work counts as down time
+        processes, saves = ([_interval(*pair) for pair in found[name]] for name in ("processes", "saves"))
+        return (processes, saves) if found["run"] == run else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # missing, of another program, or cut off: then lost work counts as down time
 
 
 class History:
     """When the processes of a run ran and when they waited for saves: a small file, read after a kill.
-
-    Other runs that have saved to its folder keep their part of the file.
 
     Args:
         run: identifier of the run, so that another run's file is not taken for its own.
@@ -271,10 +267,9 @@ class History:
         self.saves: list[Interval] = []
         self._warn_once = WarnOnce()
         for path in places:
-            for record in read_records(path):
-                if record["run"] == run:
-                    self.earlier, self.saves, self.path = record["processes"], record["saves"], path
-                    return
+            if (found := read_history(path, run)) is not None:
+                (self.earlier, self.saves), self.path = found, path
+                return
 
     def place_by(self, checkpoint: Any) -> None:
         """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
@@ -289,8 +284,7 @@ class History:
         """Replace the file, with this process in it. A kill leaves the old file; a full disk gives one warning."""
         if self.path is None or not self.path.parent.is_dir():
             return
-        content: dict[str, Any] = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
-        content["other_runs"] = [record for record in read_records(self.path) if record["run"] != self.run]
+        content = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
         part = self.path.with_name(f".{FILE}.part")
         try:
             part.unlink(missing_ok=True)  # of a killed process, or a link that would lead elsewhere
@@ -317,7 +311,7 @@ class GoodputMonitor(pl.Callback):
     time of day at which it was saved, so everything up to the start of the process that resumes it is lost work or down
     time. A small file in the run's folder, `goodput.json`, tells them apart: it says when each process ran. It is
     written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of that time counts
-    as down time. A new run in the folder of another one keeps what the file says of that one.
+    as down time. A new run in the folder of another one writes its own in its place.
 
     Times are those of rank 0: if it waits for another rank, that is time of steps. The host's clock is read when the
     buffer has brought an interval's values, which waits for the device; nothing else waits. On a CUDA device, events

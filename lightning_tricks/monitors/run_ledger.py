@@ -167,7 +167,7 @@ class RunLedger(pl.Callback):
         """Find the buffer; refuse a second ledger in the same file."""
         self._begin()
         others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]  # type: ignore[attr-defined]
-        if others[1:] and len({_place(other.path, trainer).resolve() for other in others}) < len(others):
+        if others[1:] and len({_ledger_path(other.path, trainer).resolve() for other in others}) < len(others):
             raise UsageError(
                 f"RunLedger.path={self.path}: the Trainer has two that write one file: remove one, or give it another "
                 "path"
@@ -223,7 +223,7 @@ class RunLedger(pl.Callback):
         facts = self._facts = run_facts(trainer)
         self._find_weights(pl_module, facts)
         total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
-        place = _place(self.path, trainer)
+        place = _ledger_path(self.path, trainer)
         everyones = self._gather((total, facts.data_rank, self._open(place) if facts.rank == 0 else ""))
         totals, ranks, errors = zip(*everyones, strict=True)
         if errors[0]:
@@ -308,6 +308,6 @@ class RunLedger(pl.Callback):
         return found
 
 
-def _place(path: str | None, trainer: Any) -> Path:
+def _ledger_path(path: str | None, trainer: Any) -> Path:
     """Where a ledger is written; every rank must call, as the folder is that of rank 0."""
     return Path(path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME))

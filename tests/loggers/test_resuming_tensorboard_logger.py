@@ -164,6 +164,7 @@ def test_the_callback_that_tells_the_step_leaves_after_the_first_batch(tmp_path)
     assert sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks) == 1
 
 
+@pytest.mark.long
 def test_under_pytorch_lightning_each_step_stands_once_too(tmp_path):
     code = f"""
 import pytorch_lightning

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_tricks.metrics.metric_buffer as metric_buffer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer, StepGuard
-from lightning_tricks.metrics.row import to_host
 
 BATCHES = 12
 
@@ -191,27 +190,6 @@ def test_manual_optimization_and_two_optimizers():
     assert log_steps == [False] * 3 + [True] + [False, True]
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("first", [1, 2])
-def test_the_last_step_is_a_log_step_where_batches_make_one_step_or_two(first, early):
-    class Unequal(TwoByHand):
-        def steps_in(self, batch_idx):
-            return 1 + (batch_idx + first - 1) % 2
-
-        def training_step(self, batch, batch_idx):
-            if early:  # before the optimizers step; else the first to ask is a callback after the batch
-                MetricBuffer.of(self.trainer).is_log_step()
-            return super().training_step(batch, batch_idx)
-
-    log_steps = []
-    _, trainer = run(
-        lambda trainer, buffer, loss: log_steps.append(buffer.is_log_step()), model=Unequal(), max_steps=9,
-        log_every_n_steps=100,
-    )  # fmt: skip
-    assert trainer.global_step == 9
-    assert log_steps == [False] * 5 + [True]
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_values_are_in_wherever_the_callback_stands(place):
     at_start = On(setup=lambda trainer, *_, **__: MetricBuffer.of(trainer))
@@ -222,19 +200,6 @@ def test_values_are_in_wherever_the_callback_stands(place):
     trainer.fit(Model(), loader())
     assert logger.of("train/loss") == {step: loss_of(step) for step in range(10)}
     assert sum(isinstance(callback, MetricBuffer) for callback in trainer.callbacks) == 1
-
-
-def test_a_second_fit_keeps_the_modules_own_callbacks_before_the_buffer():
-    class WithCallback(Model):
-        def configure_callbacks(self):
-            return [Recorder(lambda trainer, buffer, loss: buffer.record("own", loss))]
-
-    logger = Plain()
-    trainer = trainer_with([Recorder()], logger, max_steps=3)
-    trainer.fit(WithCallback(), loader())
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit(WithCallback(), loader())
-    assert logger.of("own") == {0: 3, 1: 7, 2: 11, 3: 3, 4: 7, 5: 11}
 
 
 def test_two_fits_with_one_trainer_count_on_and_share_nothing():
@@ -252,16 +217,6 @@ def test_two_fits_with_one_trainer_count_on_and_share_nothing():
     trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 3
     trainer.fit(Model(), loader())
     assert logger.of("train/loss") == {0: 5, 1: 5, 2: (11 + 15) / 2}
-
-
-def test_resume_continues_the_step_numbers(tmp_path):
-    first, second = Plain(), Plain()
-    save = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    trainer_with([Recorder(), save], first, max_steps=5).fit(Model(), loader())
-    trainer = trainer_with([Recorder()], second, max_steps=9)
-    trainer.fit(Model(), loader(), ckpt_path=str(tmp_path / "step=5.ckpt"))
-    assert list(first.of("train/loss")) == [0, 1, 2, 3, 4]
-    assert list(second.of("train/loss")) == [5, 6, 7, 8]
 
 
 # ---- what it costs
@@ -311,14 +266,6 @@ def test_one_transfer_an_interval_and_none_between():
     assert [sum(reads.values()) for reads in within] == [int(after) for after in flushed]
     assert [reads["tolist"] for reads in within] == [int(after) for after in flushed] == [0, 0, 0, 0, 1] * 2 + [0]
     assert counts["tolist"] == 3
-
-
-def test_to_host_makes_one_transfer_a_device_and_keeps_order_and_dtypes():
-    tensors = [torch.tensor(2**24 + 1), torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor(True)]
-    with counted_reads() as counts:
-        assert to_host(tensors) == [[2**24 + 1], [1.5, -2.0], [1.0]]
-        assert to_host([]) == []
-    assert counts["tolist"] == 1
 
 
 def test_log_every_n_steps_0_keeps_nothing():
@@ -495,18 +442,6 @@ def test_wall_time_goes_to_a_logger_that_takes_it(monkeypatch):
     assert logger.of("wall_time") == {step: 100.0 + step for step in range(6)}
 
 
-def test_a_forced_flush_logs_the_finished_steps():
-    def give(trainer, buffer, loss):
-        buffer.record("train/loss", loss)
-        if trainer.global_step == 3:
-            buffer.flush()
-            assert [step for step, _ in logger.rows] == [0, 1]  # this step is not finished
-
-    logger = Plain()
-    trainer_with([Recorder(give)], logger).fit(Model(), loader())
-    assert logger.of("train/loss") == {step: loss_of(step) for step in range(10)}
-
-
 # ---- ModelCheckpoint, EarlyStopping, validation
 
 
@@ -542,21 +477,6 @@ def test_validation_sees_what_was_recorded_before_it():
     assert trainer.callback_metrics["train/loss"] == loss_of(9)
     assert trainer.logged_metrics["train/loss"] == loss_of(9)
     assert logger.of("val/loss") == {2: 3.0, 5: 3.0, 8: 3.0}
-
-
-def test_the_sanity_check_flushes_nothing():
-    def early(trainer, pl_module):
-        buffer = MetricBuffer.of(trainer)
-        buffer.record("early", 1.0)
-        buffer._close_step()
-
-    seen, logger = [], Plain()
-    options = {"max_steps": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1}
-    trainer = trainer_with([On(on_sanity_check_start=early), Recorder()], logger, **options)
-    logger.log_metrics = lambda metrics, step=None: seen.append((trainer.sanity_checking, step))
-    trainer.fit(Model(), loader(), loader(2))
-    assert seen
-    assert not any(sanity for sanity, _ in seen)
 
 
 def test_a_checkpoint_in_mid_window_comes_after_a_flush(tmp_path):
@@ -683,12 +603,6 @@ def test_flushes_in_quick_succession_save_once_and_a_checkpoint_saves_in_any_cas
 # ---- what goes wrong
 
 
-def test_nan_is_logged_as_it_is():
-    logger, trainer = run(lambda trainer, buffer, loss: buffer.record("train/loss", loss * math.nan), max_steps=2)
-    assert [math.isnan(value) for value in logger.of("train/loss").values()] == [True, True]
-    assert torch.isnan(trainer.callback_metrics["train/loss"])
-
-
 class Broken(Model):
     """Records in each step, and fails in the seventh after it has."""
 
@@ -792,6 +706,7 @@ def _ranks(rank):
     return {name: list(logger.of(name).values()) for name in names}, float(trainer.callback_metrics["sum"])
 
 
+@pytest.mark.long
 def test_sums_maxima_and_means_over_two_ranks():
     expected = {
         "sum": [11.0, 22.0, 33.0], "max": [10.0, 20.0, 30.0], "v0": [10.0, 20.0, 30.0], "v1": [-1.0, -2.0, -3.0],
@@ -822,6 +737,7 @@ def _fails_alone(rank):
     return logger.of("sum"), sum("rank 0 alone" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_asks_nobody():
     (sums, warned), _ = processes.run(_fails_alone)
     assert list(sums) == list(range(7))

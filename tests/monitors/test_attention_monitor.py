@@ -50,21 +50,6 @@ def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, docum
         torch.testing.assert_close(found, expected)
 
 
-def test_slices_hold_what_the_limit_lets_them_and_few_products_that_nobody_sees(monkeypatch):
-    """Many small slices would cost a GPU a launch each, and a product of few queries reads all keys for them."""
-    sizes = []
-    largest = torch.Tensor.amax
-    monkeypatch.setattr(torch.Tensor, "amax", lambda x: sizes.append(tuple(x.shape)) or largest(x))
-    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 3 * 4 * 8 * 16)
-    monkeypatch.setattr(attention, "QUERIES_IN_A_SLICE", 8)
-    max_logit(torch.randn(4, 4, 16, 8), torch.randn(4, 2, 16, 8))
-    assert sizes == [(4, 4, 8, 8), (3, 4, 8, 16), (1, 4, 8, 16), (3,)]  # the keys before the 8th query; all 16; of all
-    sizes.clear()
-    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 4 * 16 * 5)  # less than the queries of one row
-    max_logit(torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8))
-    assert sizes == [(1, 4, 5, 5), (1, 4, 5, 10), (1, 4, 5, 15), (1, 4, 1, 16), (4,)]
-
-
 def test_a_nan_shows():
     q = torch.ones(1, 1, 4, 2)
     q[0, 0, 2, 0] = math.nan

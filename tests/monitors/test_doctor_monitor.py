@@ -12,7 +12,6 @@ from harness.runs import On, fit
 from torch.utils.data import DataLoader
 
 from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.monitors.doctor_monitor import MOST_POINTS, History, optimizer_steps
 
 
@@ -98,8 +97,6 @@ def test_names_of_another_project_can_be_given():
     assert "my/loss is nan" in lines[0]
     lines, _ = trained(DoctorMonitor(), None, model=Other(loss=loss_at(value)))
     assert "train/loss is nan" in lines[0]  # the loss of the step, whatever the module logs
-    with pytest.raises(UsageError, match=r"names: los=a; did you mean loss\?"):
-        DoctorMonitor(names={"los": "a"})
 
 
 def test_figures_of_an_interval_are_seen_wherever_their_monitor_stands():

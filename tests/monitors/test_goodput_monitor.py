@@ -455,26 +455,6 @@ def test_a_checkpoint_of_somebody_else_names_no_file_outside_of_the_folder_of_ru
     assert json.loads((tmp_path / "runs/goodput.json").read_text())["run"] == json.loads(before)["run"]
 
 
-def test_a_new_run_in_the_folder_of_another_one_leaves_what_is_known_of_that(clock, tmp_path):
-    fit(clock, None, save_every(3, tmp_path), max_steps=5)  # the save, and 6 seconds after it
-    for steps in (2, 4):  # two more, each with one save
-        fit(clock, None, save_every(steps, tmp_path), max_steps=steps)
-    file = json.loads((tmp_path / "goodput.json").read_text())
-    assert [len(record["processes"]) for record in (file, *file["other_runs"])] == [1, 1, 1]
-    silent = sum(monitor_seconds(record) for record in (file, file["other_runs"][0]))
-    clock.now += 100.0
-    monitor, _ = fit(clock, None, max_steps=5, ckpt_path=tmp_path / "step=3.ckpt")
-    found = spent(monitor)
-    assert (found["checkpoint"], found["lost"], found["down"]) == pytest.approx((3, 6, 100 + silent))
-    after = json.loads((tmp_path / "goodput.json").read_text())
-    assert len(after["processes"]) == 2
-    assert {record["run"] for record in after["other_runs"]} == {file["run"], file["other_runs"][0]["run"]}
-
-
-def monitor_seconds(record):
-    return sum(end - start for start, end in record["processes"])
-
-
 def test_a_clock_that_was_set_back_takes_no_time_away(clock, tmp_path):
     fit(clock, None, save_every(3, tmp_path), max_steps=3)
     clock.now -= 500.0

@@ -186,31 +186,6 @@ def test_blocks_and_groups_are_named_and_make_up_the_whole():
         assert not any(name.startswith("grad_norms/") for name in run.rows[4][1])  # on log steps only
 
 
-def test_a_module_with_a_clip_of_its_own_keeps_it():
-    class Own(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            for parameter in self.parameters():  # so that the norm from before would be the wrong one to clip with
-                parameter.grad.mul_(0.5)
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    class ByHand(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            for parameter in self.parameters():
-                parameter.grad.clamp_(-1e-3, 1e-3)
-
-    class AfterMixin(Clipping):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            super().configure_gradient_clipping(optimizer, 0.5 * gradient_clip_val, gradient_clip_algorithm)
-
-    for kind in (Own, ByHand, AfterMixin):
-        reference = Reference()
-        run = train(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
-        assert run.at("train/grad_norm") == dict(enumerate(reference.norms))
-        assert same_training(run, train(kind(), gradient_clip_val=0.2))
-        # the limit is known where the clip is Lightning's
-        assert bool(run.at("train/clipped_fraction")) == (kind is Own)
-
-
 class Adversaries(Net):
     """Two optimizers in manual optimization; one clips through Lightning, the other does not."""
 
@@ -346,11 +321,6 @@ def test_parts_are_refused_where_no_parameter_is_whole(name):
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
         GradNormMonitor(per="block").on_fit_start(trainer, Net())
-
-
-def test_an_unknown_kind_of_part_is_refused():
-    with pytest.raises(UsageError, match="per='layer': give one of block, group, or none"):
-        GradNormMonitor(per="layer")
 
 
 STRATEGIES = {

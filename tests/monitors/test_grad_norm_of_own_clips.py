@@ -231,22 +231,6 @@ def test_an_epoch_that_the_module_ends_early_leaves_nothing_behind():
     assert run.of("train/grad_norm") == [5.0, 10.0]
 
 
-def test_the_plugin_has_its_own_methods_outside_of_batches():
-    def look(trainer, *_):
-        assert not replaced_methods(trainer)
-
-    hooks = ("on_train_epoch_start", "on_validation_start", "on_train_epoch_end")
-
-    class Validated(Slope):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-        val_dataloader = Slope.train_dataloader
-
-    for make in (Validated, lambda: Validated(automatic=False).steps_by_hand()):
-        watched(make, On(**dict.fromkeys(hooks, look)), val_check_interval=2)
-
-
 @pytest.mark.parametrize("fails", ["before", "after"])
 def test_a_step_that_fails_has_a_norm_if_its_clip_was_made(fails, monkeypatch):
     class Mixed(GradientClippingMixin, Slope):

@@ -671,22 +671,6 @@ def test_without_a_logger_the_figures_reach_callbacks(clock, logger):
     assert log.trainer.callback_metrics["throughput/validation_seconds"] == 14.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"flops_per_token": 0.0}, "flops_per_token=0.0: give a positive number"),
-        ({"flops_per_sample": -1.0}, "flops_per_sample=-1.0: give a positive number"),
-        ({"peak_flops": float("inf")}, "peak_flops=inf: give a positive number"),
-        ({"peak_flops": float("nan")}, "peak_flops=nan: give a positive number"),
-        ({"flops_per_token": 1.0, "flops_per_sample": 2.0}, "flops_per_sample=2.0: leave it out"),
-        ({"attention": "half"}, "attention='half': give one of causal, full"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        MFUMonitor(**options)
-
-
 def test_flops_by_the_token_of_what_has_none_are_refused(clock):
     with pytest.raises(
         UsageError, match="flops_per_token=10: no tokens were found in the batch; give flops_per_sample"

@@ -304,8 +304,6 @@ def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
     with pytest.raises(UsageError, match=r"notes.txt/ledger.jsonl: cannot be written \("):
         fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt" / "ledger.jsonl")))
-    with pytest.raises(UsageError, match="cover_weights_in_steps=0: give 1 or more"):
-        RunLedger(cover_weights_in_steps=0)
 
 
 class Quantized(torch.Tensor):

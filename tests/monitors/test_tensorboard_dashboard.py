@@ -2,10 +2,7 @@
 
 import html
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -14,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.preloaded import python
 from harness.runs import On
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -458,22 +454,3 @@ def test_only_rank_0_writes(tmp_path):
     processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
-
-
-ALONE = """
-import pytorch_lightning
-from lightning_tricks.callbacks import TensorBoardDashboard
-from pytorch_lightning.loggers import TensorBoardLogger
-import short_run
-short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callbacks=(TensorBoardDashboard(),))
-"""
-
-
-@pytest.mark.long
-def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = ALONE.format(folder=str(tmp_path))
-    done = subprocess.run([python("pytorch_lightning"), "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
-    assert len(texts(tmp_path)) == len(layouts(tmp_path)) == 1

@@ -17,7 +17,6 @@ from lightning_tricks.monitors.training_progress_bar import (
     VALIDATION,
     decimals,
     hours_minutes_seconds,
-    human,
     shown,
 )
 
@@ -384,13 +383,6 @@ def test_a_disabled_bar_is_silent_and_reads_nothing(capsys, monkeypatch):
 
 
 # ---- how it writes numbers
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (999, "999"), (12345, "12.3k"), (999_900, "1M"), (2.5e6, "2.5M"), (3e15, "3P")]
-)
-def test_numbers_have_three_digits_and_a_suffix(value, text):
-    assert human(value) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (math.nan, "?")])

@@ -11,7 +11,6 @@ from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import UpdateMonitor
 from lightning_tricks.monitors.update_monitor import sample_stride, square_sums
 
@@ -234,12 +233,6 @@ def test_a_sample_is_scaled_back_to_its_tensor():
     # the head's two elements are all looked at
     squares = 10 * 4 + 10 * 31.5 + 25
     assert run.of("updates/ratio") == pytest.approx([(22 * 0.01 / squares) ** 0.5], rel=1e-5)
-
-
-@pytest.mark.parametrize("most", [0, -5])
-def test_no_elements_is_refused(most):
-    with pytest.raises(UsageError, match=f"UpdateMonitor.max_elements={most}: give 1 or more, or null for all"):
-        UpdateMonitor(max_elements=most)
 
 
 def test_a_model_whose_parameters_cannot_be_told_trains_without_figures():

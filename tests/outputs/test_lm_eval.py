@@ -187,20 +187,6 @@ def test_the_command_scores_a_checkpoint_as_its_decoder_does(tasks, tmp_path, ca
         door.run(["eval", "--ckpt_path", str(path), *options])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": "arc"}, "tasks='arc': give a list"),
-        ({"tasks": []}, r"tasks=\[\]: give a list"),
-        ({"tasks": ["a"], "batch_size": 0}, "batch_size=0: give at least 1"),
-        ({"tasks": ["a"], "limit": 0}, "limit=0: give a number of questions"),
-    ],
-)
-def test_a_bad_option_is_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        LMEval(**options)
-
-
 def test_a_run_that_cannot_score_is_refused_at_its_start(files, tmp_path):
     class Without(Module):
         def __init__(self):
