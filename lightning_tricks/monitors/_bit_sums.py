@@ -333,9 +333,11 @@ def optimizer_sum(optimizers: Sequence[Any], module: nn.Module, scaler: Any, dev
 
 def torch_random_sum(device: torch.device) -> int:
     """CRC-32 of the states of torch's generators: the CPU's, and a CUDA device's, which is kept on the host too."""
-    check = zlib.crc32(torch.default_generator.get_state().numpy())
-    if device.type == "cuda":
-        check = zlib.crc32(torch.cuda.default_generators[device.index or 0].get_state().numpy(), check)
+    generators: list[Any] = [torch.default_generator]
+    generators += [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    check = 0
+    for generator in generators:
+        check = zlib.crc32(generator.get_state().numpy(), check)
     return check
 
 

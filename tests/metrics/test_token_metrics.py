@@ -94,11 +94,11 @@ def test_an_infinite_loss_stays_infinite():
 
 
 def test_the_sum_is_that_of_float64_to_the_last_digits():
-    values = torch.rand(3000, generator=torch.Generator().manual_seed(0)) * 11.0
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 11.0
     metric = TokenLoss()
     for value in values:
         metric.update(value, 1)
-    expected = values.double().sum().item() / 3000
+    expected = values.double().sum().item() / 1000
     assert metric.compute().item() == pytest.approx(expected, rel=1e-13)
 
 
