@@ -93,7 +93,8 @@ def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
     """The sum of a dense tensor that is not empty, a 0-dim int64 on its device.
 
     Each value has a factor for its row and one for its place in the row. The tensor is summed in slices, by blocks of
-    places within the rows, and in each by blocks of rows, so that the factors take no more memory the larger it is.
+    places within the rows, and in each by blocks of rows: the factors take no more memory the larger it is, and are
+    kept for tensors of the same shape.
 
     Args:
         tensor: its first dimension counts the rows.
@@ -104,14 +105,14 @@ def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
     flat = bits.reshape(rows, columns) if bits.is_contiguous() else bits.flatten(1)
     width = min(columns, SLICE)
     height = min(rows, max(SLICE // width, 1))
-    powers, result = _of_rows(height, device), torch.zeros((), dtype=torch.int64, device=device)
+    parts = []
     for left in range(0, columns, width):
-        factors = _of_columns(left, min(left + width, columns), number, device)
+        factors = _factors(height, left, min(left + width, columns), number, device)
         for first in range(0, rows, height):
             block = flat[first : first + height, left : left + width]
-            part = ((block * factors).sum(1) * powers[: len(block)]).sum()
-            result += part * signed(pow(BASE, first, MODULUS))
-    return result
+            part = (block * factors[: len(block)]).sum()
+            parts.append(part * signed(pow(BASE, first, MODULUS)) if first else part)
+    return torch.stack(parts).sum() if parts[1:] else parts[0]
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
@@ -122,15 +123,11 @@ def _by_rows(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=_KEPT)
-def _of_rows(rows: int, device: torch.device) -> Tensor:
-    powers = torch.full((rows,), BASE, device=device)
+def _factors(rows: int, first: int, end: int, number: int, device: torch.device) -> Tensor:
+    """The factors of the columns from `first` to `end` in the first rows of a tensor, (rows, end - first)."""
+    powers = torch.full((rows, 1), BASE, device=device)
     powers[0] = 1
-    return powers.cumprod(0)
-
-
-@lru_cache(maxsize=_KEPT)
-def _of_columns(first: int, end: int, number: int, device: torch.device) -> Tensor:
-    return odd_factors(torch.arange(first, end, device=device), salt(f"tensor {number}"))
+    return powers.cumprod(0) * odd_factors(torch.arange(first, end, device=device), salt(f"tensor {number}"))
 
 
 def batch_sums(batch: Any) -> tuple[list[Tensor], int]:
@@ -333,11 +330,9 @@ def optimizer_sum(optimizers: Sequence[Any], module: nn.Module, scaler: Any, dev
 
 def torch_random_sum(device: torch.device) -> int:
     """CRC-32 of the states of torch's generators: the CPU's, and a CUDA device's, which is kept on the host too."""
-    generators: list[Any] = [torch.default_generator]
-    generators += [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-    check = 0
-    for generator in generators:
-        check = zlib.crc32(generator.get_state().numpy(), check)
+    check = _of_memory(torch.default_generator.get_state(), 0)
+    if device.type == "cuda":
+        check = _of_memory(torch.cuda.default_generators[device.index or 0].get_state(), check)
     return check
 
 
@@ -353,3 +348,7 @@ def other_random_sum() -> int:
     else:
         check = zlib.crc32(repr(generator.state).encode())
     return zlib.crc32(repr(random.getstate()[1][-9:]).encode(), check)
+
+
+def _of_memory(state: Tensor, check: int) -> int:
+    return zlib.crc32((ctypes.c_char * state.numel()).from_address(state.data_ptr()), check)

@@ -537,26 +537,6 @@ def test_a_wait_counts_as_far_as_the_device_has_nothing_to_do():
     assert not wait._pending
 
 
-def test_on_a_device_the_waits_are_those_of_its_events(clock, monkeypatch):
-    idle = iter([1.0, 0.0, 0.5, 0.0, 0.0])
-
-    class Elapsed:
-        def record(self):
-            pass
-
-        def query(self):
-            return True
-
-        def elapsed_time(self, last):
-            return 1000 * next(idle)
-
-    monkeypatch.setattr(goodput_monitor, "device_wait_on", lambda device: DeviceWait(Elapsed))
-    monitor, trainer = fit(clock)
-    # the host waited for 5 seconds after the set-up, the device for 1.5 of them
-    assert spent(monitor) == pytest.approx({"setup": AGE + 5 + 3, "steps": 5 * 3 - 1.5, "data": 1.5})
-    assert trainer.logger.last()["data"] == pytest.approx(1.5 / 33)
-
-
 class Skips(pl.Callback):
     """Records how many steps were skipped so far, as a guard does."""
 
