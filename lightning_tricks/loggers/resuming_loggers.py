@@ -113,6 +113,9 @@ class ResumingCSVLogger(pl.loggers.csv_logs.CSVLogger):
     without a Trainer, call `resume_at` yourself before the first metrics.
 
     Its arguments are those of Lightning's CSVLogger.
+
+    Example:
+        >>> logger = ResumingCSVLogger("runs", name="small", version="")
     """
 
     @property
@@ -162,6 +165,9 @@ class ResumingTensorBoardLogger(pl.loggers.TensorBoardLogger):
     without a Trainer, call `resume_at` yourself before the first metrics.
 
     Its arguments are those of Lightning's TensorBoardLogger.
+
+    Example:
+        >>> logger = ResumingTensorBoardLogger("runs", name="small", version="")
 
     Source: the events that make TensorBoard forget, in `_CheckForRestartAndMaybePurge` of
     https://github.com/tensorflow/tensorboard/blob/master/tensorboard/backend/event_processing/plugin_event_accumulator.py

@@ -1,22 +1,18 @@
-"""The battery of the monitors: a case of each callback, and situations to play with it and without it, with a record.
+"""The battery of the monitors: situations to play with a callback and without one, and a record of each playing.
 
 `play(situation, make)` fits small models under a Trainer and returns a `Record`; `without(situation)` is the one that a
 monitor must not change. See `test_battery.py`.
 """
 
-import ast
 import collections
 import contextlib
-import doctest
 import functools
 import importlib
-import inspect
 import io
 import pathlib
 import pkgutil
 import random
 import tempfile
-import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -53,42 +49,6 @@ def monitors_in(package: Any) -> dict[str, type[pl.Callback]]:
 def _is_callback_of(module: Any, value: Any) -> bool:
     own = isinstance(value, type) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
     return own and issubclass(value, pl.Callback)
-
-
-def arguments_of(cls: type[pl.Callback]) -> list[dict[str, Any]]:
-    """Arguments to try a callback with: one entry for each case.
-
-    They are those of the examples in the docstring of its class, or its defaults where it has no example; and with the
-    first of these each other value of an option whose type is `Literal`. An example with `# doctest: +SKIP` needs what
-    a test machine lacks: a callback that has no other one is not in the battery.
-
-    Raises:
-        TypeError: a parameter has neither a default nor a value in an example.
-    """
-    signature, options = inspect.signature(cls), typing.get_type_hints(cls.__init__)
-    examples = [one for one in doctest.DocTestParser().get_examples(cls.__doc__ or "") if cls.__name__ in one.source]
-    cases = [_arguments(cls, one.source) for one in examples if doctest.SKIP not in one.options]
-    if not examples:
-        signature.bind()
-        cases = [{}]
-    for name, option in options.items() if cases else ():
-        used = cases[0].get(name, signature.parameters[name].default) if name in signature.parameters else None
-        cases += [cases[0] | {name: value} for value in _choices(option) if value != used]
-    return cases
-
-
-def _arguments(cls: type, source: str) -> dict[str, Any]:
-    """The arguments of the call of a class in a line of code."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    call = next(call for call in calls if isinstance(call.func, ast.Name) and call.func.id == cls.__name__)
-    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
-    return inspect.signature(cls).bind(*map(ast.literal_eval, call.args), **named).arguments
-
-
-def _choices(option: Any) -> tuple[Any, ...]:
-    """The values of a `Literal`, also of one that may be None."""
-    parts = (option, *typing.get_args(option))
-    return next((typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal), ())
 
 
 # ---------------------------------------------------------------------------------------------------------- the models

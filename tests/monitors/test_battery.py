@@ -30,7 +30,6 @@ from battery import (
     Trial,
     accumulates_with_a_short_last_window,
     all_of,
-    arguments_of,
     clips_by_norm,
     clips_by_value,
     compiled_network,
@@ -46,6 +45,7 @@ from battery import (
     without,
 )
 from harness import processes
+from harness.arguments import arguments_to_try
 from harness.runs import On
 
 import lightning_tricks.monitors
@@ -56,7 +56,7 @@ MEASURED = ("throughput/", "memory/", "goodput/")  # logged values that no two r
 CASES = {
     "-".join([name, *map(str, options.values())]): functools.partial(cls, **options)
     for name, cls in MONITORS.items()
-    for options in arguments_of(cls)
+    for options in arguments_to_try(cls)
 }
 GROUPS = groups_of(CASES)
 
@@ -346,9 +346,9 @@ def test_a_newcomer_is_found_and_its_arguments_come_from_its_example_and_its_opt
     found = monitors_in(types.SimpleNamespace(__name__="package", __path__=[str(tmp_path / "package")]))
     assert list(found) == ["Newcomer"]
     example, newcomer = {"depth": 3, "names": ["a"]}, found["Newcomer"]
-    assert arguments_of(newcomer) == [example, example | {"mode": "fast"}, example | {"mode": "slow"}]
+    assert arguments_to_try(newcomer) == [example, example | {"mode": "fast"}, example | {"mode": "slow"}]
     newcomer.__doc__ = newcomer.__doc__.replace('["a"])', '["a"])  # doctest: +SKIP')
-    assert arguments_of(newcomer) == []
+    assert arguments_to_try(newcomer) == []
     newcomer.__doc__ = "Watch."
     with pytest.raises(TypeError, match="missing a required argument: 'depth'"):
-        arguments_of(newcomer)
+        arguments_to_try(newcomer)
