@@ -51,9 +51,9 @@ def _refuse_starts(event: str, args: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Only a test that is marked `long` starts processes."""
+    """Only a test that is marked `long` or `pages` starts processes."""
     global may_start
-    may_start = item.get_closest_marker("long") is not None
+    may_start = any(map(item.get_closest_marker, ("long", "pages")))
     try:
         return (yield)
     finally:
