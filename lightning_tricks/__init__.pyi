@@ -80,12 +80,12 @@ from lightning_tricks.precision.float8.float8 import Float8 as Float8
 from lightning_tricks.precision.fp16_mixed import FP16Mixed as FP16Mixed
 from lightning_tricks.schedules.curves import CosineRestarts as CosineRestarts
 from lightning_tricks.schedules.curves import PowerDecay as PowerDecay
+from lightning_tricks.schedules.curves import Schedule as Schedule
 from lightning_tricks.schedules.curves import WarmupConstant as WarmupConstant
 from lightning_tricks.schedules.curves import WarmupCosine as WarmupCosine
 from lightning_tricks.schedules.curves import WarmupInverseSqrt as WarmupInverseSqrt
 from lightning_tricks.schedules.curves import WarmupLinear as WarmupLinear
 from lightning_tricks.schedules.curves import WarmupStableDecay as WarmupStableDecay
-from lightning_tricks.schedules.schedule import Schedule as Schedule
 from lightning_tricks.schedules.schedule_lr import ScheduleLR as ScheduleLR
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import consolidate_deepspeed as consolidate_deepspeed
 from lightning_tricks.strategies.deepspeed.deepspeed_zero_strategy import DeepSpeedZeROStrategy as DeepSpeedZeROStrategy

@@ -3,15 +3,14 @@
 from lightning_tricks.schedules.curves import (
     CosineRestarts,
     PowerDecay,
+    Schedule,
     WarmupConstant,
     WarmupCosine,
     WarmupInverseSqrt,
     WarmupLinear,
     WarmupStableDecay,
 )
-from lightning_tricks.schedules.planned_groups import PlannedGroup, chosen_steps, planned_groups
-from lightning_tricks.schedules.schedule import Schedule
-from lightning_tricks.schedules.schedule_lr import ScheduleLR
+from lightning_tricks.schedules.schedule_lr import PlannedGroup, ScheduleLR, chosen_steps, planned_groups
 
 __all__ = [
     "CosineRestarts",
