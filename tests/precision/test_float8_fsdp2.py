@@ -28,7 +28,7 @@ from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision.float8 import linear  # noqa: F401, takes long: once for all processes
+from lightning_tricks.precision import float8_linear  # noqa: F401, takes long: once for all processes
 from lightning_tricks.strategies import FSDP2Strategy
 
 SMALL = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
