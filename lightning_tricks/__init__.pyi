@@ -60,13 +60,13 @@ from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMoni
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State as AdamWBF16State
 from lightning_tricks.optim.clip import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer as ComposedOptimizer
+from lightning_tricks.optim.composed_optimizer import MatrixAdamW as MatrixAdamW
+from lightning_tricks.optim.composed_optimizer import MuonAdamW as MuonAdamW
+from lightning_tricks.optim.decay_groups import LayerwiseLRDecay as LayerwiseLRDecay
+from lightning_tricks.optim.decay_groups import ParamRule as ParamRule
 from lightning_tricks.optim.decay_groups import decay_groups as decay_groups
 from lightning_tricks.optim.muon import Muon as Muon
-from lightning_tricks.optim.muon_adamw import MatrixAdamW as MatrixAdamW
-from lightning_tricks.optim.muon_adamw import MuonAdamW as MuonAdamW
 from lightning_tricks.optim.mup import MuP as MuP
-from lightning_tricks.optim.param_rule import LayerwiseLRDecay as LayerwiseLRDecay
-from lightning_tricks.optim.param_rule import ParamRule as ParamRule
 from lightning_tricks.outputs.branch_lineage import BranchLineage as BranchLineage
 from lightning_tricks.outputs.compression_baseline import CompressionBaseline as CompressionBaseline
 from lightning_tricks.outputs.lm_eval.lm_eval import LMEval as LMEval
@@ -76,7 +76,7 @@ from lightning_tricks.parallel.dims import ParallelDims as ParallelDims
 from lightning_tricks.precision.auto_precision import AutoPrecision as AutoPrecision
 from lightning_tricks.precision.bf16_mixed import BF16Mixed as BF16Mixed
 from lightning_tricks.precision.bf16_true import BF16True as BF16True
-from lightning_tricks.precision.float8.float8 import Float8 as Float8
+from lightning_tricks.precision.float8 import Float8 as Float8
 from lightning_tricks.precision.fp16_mixed import FP16Mixed as FP16Mixed
 from lightning_tricks.schedules.curves import CosineRestarts as CosineRestarts
 from lightning_tricks.schedules.curves import PowerDecay as PowerDecay

@@ -43,12 +43,11 @@ def rules_of(rules: Any) -> list[ParamRule | LayerwiseLRDecay] | None:
         return None
     kinds = {cls.__name__: cls for cls in (ParamRule, LayerwiseLRDecay)}
     found = []
-    for rule in rules if isinstance(rules, list | tuple) else [None]:
+    for rule in rules:
         name = rule.get("class_path") if isinstance(rule, dict) else None
         found.append(from_plain(rule, kinds.get(str(name), ParamRule), "param_rules"))
-        if not isinstance(found[-1], tuple(kinds.values())):
-            wrong = rules if rule is None else rule
-            raise UsageError(f"param_rules={shown(wrong)}: give a list of {' and '.join(kinds)} objects")
+        if not isinstance(found[-1], ParamRule | LayerwiseLRDecay):
+            raise UsageError(f"param_rules={shown(rule)}: give a list of {' and '.join(kinds)} objects")
     return found
 
 

@@ -17,14 +17,17 @@ from lightning_tricks.optim.param_roles import MATRICES, Role, param_roles
 __all__ = ["MuP"]
 
 Kind = Literal["input", "hidden", "head"]
+Rule = Literal["adam", "sgd", "muon"]
 Shape = tuple[int, ...]
 
-# Optimizers whose update does not depend on the size of the gradient: they follow the rule of Adam.
-_ADAM = {
-    "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
-    "AdamWScheduleFree", "RAdamScheduleFree",
-}  # fmt: skip
-_SGD = {"SGD", "SGDScheduleFree"}
+# The rule of an optimizer by the name of its class; another one declares it by an attribute `mup_rule`. The update of
+# those of Adam's kind does not depend on the size of the gradient.
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("Adam", "NAdam", "RAdam", "Lion", "AdamWFp8", "AdamW8bit", "AdamW4bit"), "adam"),
+    **dict.fromkeys(("AdamW", "AdamWScheduleFree", "RAdamScheduleFree"), "adam"),
+    **dict.fromkeys(("SGD", "SGDScheduleFree"), "sgd"),
+    "Muon": "muon",
+}
 
 Config = TypeVar("Config")
 
@@ -83,7 +86,7 @@ def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.O
         optimizer: the optimizer that holds the group.
 
     Raises:
-        UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
+        UsageError: the optimizer has no rule.
 
     Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; Muon:
         https://github.com/NVIDIA/Megatron-LM/pull/3715.
@@ -93,29 +96,22 @@ def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.O
         return 1.0 if ratio.kind == "head" else 1.0 / ratio.fan_in
     if rule == "sgd":
         return ratio.fan_in if ratio.kind == "head" else ratio.fan_out / ratio.fan_in
-    if getattr(optimizer, "_head_dim", None) is not None:
-        raise UsageError("MuP has no rule for MuonAdamW.head_dim: leave it out, or leave out mup")
     scale = SCALES[group["adjust_lr_fn"] or "original"]
     own, base = (float(scale(*sides)) for sides in (ratio.shape, ratio.base_shape))  # type: ignore[arg-type]
     return math.sqrt(ratio.fan_out / ratio.fan_in) * base / own
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The row of the table that an optimizer has.
 
     Raises:
         UsageError: the optimizer has none.
     """
     name = type(optimizer).__name__
-    if name in _ADAM:
-        return "adam"
-    if name in _SGD:
-        return "sgd"
-    if name == "Muon":
-        return "muon"
-    raise UsageError(
-        f"MuP has no rule for {name}: take AdamW, MuonAdamW, SGD or another of {', '.join(sorted(_ADAM - {'AdamW'}))}"
-    )
+    rule: Rule | None = getattr(optimizer, "mup_rule", _RULES.get(name))
+    if rule is None:
+        raise UsageError(f"MuP has no rule for {name}: take one of {', '.join(_RULES)}, or MuonAdamW")
+    return rule
 
 
 def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:

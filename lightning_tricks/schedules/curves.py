@@ -74,8 +74,8 @@ class Schedule(ABC):
         if total_steps is None or total_steps == -1:
             if self.needs_total:
                 raise UsageError(
-                    f"{name} needs the length of the run: set trainer.max_steps (now {total_steps}), "
-                    "trainer.max_epochs or total_tokens"
+                    f"{name} needs the length of the run, which loaders without a length and manual optimization do "
+                    f"not tell: set trainer.max_steps (now {total_steps}), trainer.max_epochs or total_tokens"
                 )
             return
         warmup_steps = getattr(self, "warmup_steps", 0)

@@ -81,7 +81,7 @@ class ScheduleLR(LRScheduler):
         self.loaded_lr: float | None = None  # of the first group, in the optimizer's state that was loaded last
         # before any hook that puts the recipe's settings into the state
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._note_lr(state), prepend=True)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
+        optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
 
     def _note_lr(self, state: dict[str, Any]) -> None:
         groups = state.get("param_groups") or [{}]
@@ -109,7 +109,7 @@ class ScheduleLR(LRScheduler):
         """
         self._check(total_steps)
         self.total_steps, self.length_follows = total_steps, False
-        self._apply()
+        self.refresh()
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
@@ -147,15 +147,11 @@ class ScheduleLR(LRScheduler):
         It belongs to the recipe like the schedule, so no state dict holds it. Factors of several calls multiply.
         """
         self._factors.append(factor)
-        self._apply()
+        self.refresh()
 
     def factor(self, step: int) -> float:
         """The product of the factors of `scale_by` at `step`; 1.0 without any."""
         return math.prod((factor(step) for factor in self._factors), start=1.0)
-
-    def refresh(self) -> None:
-        """Set the learning rates anew, after the value of a factor has changed."""
-        self._apply()
 
     def state_dict(self) -> dict[str, Any]:
         """The step, without any setting of the recipe."""
@@ -164,9 +160,10 @@ class ScheduleLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from `state_dict` and set the recipe's learning rates for it."""
         self.last_epoch, self.has_loaded = state_dict["last_epoch"], True
-        self._apply()
+        self.refresh()
 
-    def _apply(self) -> None:
+    def refresh(self) -> None:
+        """Set the learning rates and decays of the current step anew, such as after a factor has changed."""
         last: list[float | Tensor] = []
         for group, base, lr in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
             group["initial_lr"] = base.clone() if isinstance(base, Tensor) else base

@@ -6,7 +6,8 @@ from torch import bfloat16, nn
 
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import AdamWBF16State, ComposedOptimizer, adamw_bf16_state, build_optimizer, skips_on_device
+from lightning_tricks.optim import ComposedOptimizer, adamw_bf16_state, build_optimizer, skips_on_device
+from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import check_settings
 
 

@@ -166,7 +166,7 @@ def test_a_parameter_more_at_the_end_is_refused():
 def test_other_groups_of_the_same_parameters_in_the_same_order_are_refused():
     def net(exempt):
         layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.LayerNorm(2))
-        layers[1]._no_weight_decay = ["weight"] if exempt else []
+        layers[1].weight._no_weight_decay = exempt
         return layers
 
     with pytest.raises(UsageError, match=r"'1\.weight' \(group 'decay'\) .* '1\.weight' \(group 'no_decay'\)"):

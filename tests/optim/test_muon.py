@@ -346,9 +346,9 @@ class Attention(nn.Module):
         self.head = nn.Linear(8, 4)
 
 
-def who(model, **options):
+def who(model):
     """The optimizer of each parameter by its name, and the rows of matrices where a weight holds several."""
-    optimizer = MuonAdamW(decay_groups(model), **options)
+    optimizer = MuonAdamW(decay_groups(model))
     found = {}
     for group in optimizer.param_groups:
         for name, layout in zip(group["param_names"], group["layouts"], strict=True):
@@ -361,12 +361,6 @@ def test_fused_projections_are_split_and_unknown_ones_refused():
     assert found["blocks.0.qkv.weight"] == ("muon", (8, 8, 8))
     assert found["blocks.1.proj.weight"] == ("muon", ())
     assert found["blocks.0.qkv.bias"][0] == found["head.weight"][0] == "adamw"
-    found = who(Attention(qkv=nn.Linear(8, 24), o_proj=nn.Linear(8, 8), q_proj=nn.Linear(8, 8)), head_dim=4)
-    assert found["blocks.0.qkv.weight"] == ("muon", (4,) * 6)
-    assert found["blocks.0.q_proj.weight"] == ("muon", (4, 4))
-    assert found["blocks.0.o_proj.weight"] == ("muon", ())
-    with pytest.raises(UsageError, match=r"head_dim=3: 'blocks.0.qkv.weight'"):
-        who(Attention(qkv=nn.Linear(8, 24)), head_dim=3)
     with pytest.raises(UsageError, match=r"'blocks.0.query_key_value.weight' seems to hold several projections"):
         who(Attention(query_key_value=nn.Linear(8, 24)))
     with pytest.raises(UsageError, match=r"'blocks.0.qkv_proj.weight' seems to hold"):
@@ -422,7 +416,7 @@ def test_a_foreign_llama_and_a_convolutional_net_keep_their_ends_on_adamw():
     ("make", "words"),
     [
         (lambda: MuonAdamW(nn.Linear(4, 4).parameters()), "make them by decay_groups"),
-        (lambda: MuonAdamW(decay_groups(nn.LayerNorm(4))), "no hidden matrix for Muon: take torch.optim.AdamW"),
+        (lambda: MuonAdamW(decay_groups(nn.LayerNorm(4))), "no hidden matrix: take torch.optim.AdamW"),
         (lambda: MuonAdamW(decay_groups(nn.Linear(4, 4)), lr=torch.tensor(0.1)), "MuonAdamW.lr is a Tensor"),
     ],
 )

@@ -18,7 +18,7 @@ from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
-from lightning_tricks.optim.map_unsharded import Place, map_unsharded
+from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
 
 STEPS, SAVED = 20, 12  # four epochs of the data
@@ -84,8 +84,8 @@ def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> li
     def each(numbers: Any, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
         return [compute(*pair) for pair in zip(numbers, wholes, strict=True)]
 
-    (place,) = {Place.of(matrix) for matrix in matrices}
-    return map_unsharded(matrices, place, lambda numbers: [matrices[number] for number in numbers], each, dtype)
+    (rank_group,) = {RankGroup.of(matrix) for matrix in matrices}
+    return map_unsharded(matrices, rank_group, lambda numbers: [matrices[number] for number in numbers], each, dtype)
 
 
 SHAPES = [(7, 4), (2, 5), (5, 8), (6, 3, 2), (8, 5), (9, 9), (3, 3)]

@@ -136,16 +136,6 @@ def test_a_marked_parameter_is_exempt():
     assert roles(module) == {"a_log": "exempt matrix", "other": "matrix"}
 
 
-def test_a_module_exempts_parameters_by_their_names_below_it():
-    inner = Holder(mix=torch.zeros(2, 2), proj=nn.Linear(2, 2, bias=False), keep=torch.zeros(2, 2))
-    inner._no_weight_decay = {"mix", "proj.weight"}
-    assert roles(Holder(inner=inner)) == {
-        "inner.mix": "exempt matrix",
-        "inner.keep": "matrix",
-        "inner.proj.weight": "exempt head",  # the last matrix
-    }
-
-
 def test_a_recurrences_parameters_are_known_by_name_whatever_their_shape():
     mamba = Holder(A_log=torch.zeros(4, 2), D=torch.ones(2, 2), dt_bias=torch.ones(2, 2), conv=nn.Conv1d(2, 2, 3))
     both_ways = Holder(A_b_log=torch.zeros(4, 2), D_b=torch.ones(2, 2))
@@ -233,24 +223,9 @@ def test_roles_in_models_of_transformers():
     assert vit["embeddings.patch_embeddings.projection.weight"] == "matrix"
 
 
-@pytest.mark.parametrize(
-    ("listed", "message"),
-    [
-        (["weigth"], "of module 'inner' names 'weigth', which is no parameter"),
-        ("weight", "is 'weight': give a collection"),
-        (True, "is True: give a collection"),
-    ],
-)
-def test_a_wrong_exemption_is_refused(listed, message):
-    inner = nn.Linear(2, 2)
-    inner._no_weight_decay = listed
-    with pytest.raises(UsageError, match=message):
-        roles(Holder(inner=inner))
-
-
 def test_names_and_roles_are_those_of_the_plain_model_under_compile_and_checkpointing():
     plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.LayerNorm((2, 2)))
-    plain[0]._no_weight_decay = ["weight"]
+    plain[0].weight._no_weight_decay = True
     expected = roles(plain)
     wrapped = nn.Sequential(torch.compile(plain[0]), checkpoint_wrapper(plain[1]), checkpoint_wrapper(plain[2]))
     assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())

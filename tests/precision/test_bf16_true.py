@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim.stochastic_rounding import rounding_seed
+from lightning_tricks.optim.bf16_step import rounding_seed
 from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 
 

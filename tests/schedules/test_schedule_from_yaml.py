@@ -51,7 +51,7 @@ def test_a_bad_value_keeps_its_one_line(parser):
         read(parser, recipe)
 
 
-@pytest.mark.parametrize("name", [name for name in schedules.__all__ if name.startswith(("Warmup", "Cosine", "Power"))])
+@pytest.mark.parametrize("name", [name for name in vars(schedules) if name.startswith(("Warmup", "Cosine", "Power"))])
 def test_every_option_of_every_schedule_is_described(name):
     cls = getattr(schedules, name)
     described = inspect.getdoc(cls).partition("Args:")[2]
