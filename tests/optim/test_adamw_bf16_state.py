@@ -9,6 +9,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim import ComposedOptimizer, adamw_bf16_state, build_optimizer, skips_on_device
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.optim.mup import rule_of
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_state_takes_four_bytes_a_parameter_and_is_there_before_the_first_step(k
     assert all(average.shape == parameter.shape for parameter in model.parameters() for average in
                (optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]))  # fmt: skip
     assert skips_on_device(optimizer)
+    assert rule_of(optimizer) == "adam"
     assert all(group["fused"] for group in optimizer.param_groups)
     optimizer = AdamWBF16State(model.parameters())
     optimizer.add_param_group({"params": [extra := nn.Parameter(torch.zeros(3))]})
