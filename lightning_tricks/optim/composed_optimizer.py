@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import SkipsOnDevice
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks.optim.muon import Muon
 
@@ -123,7 +124,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return all(group.get("fused") for group in optimizer.param_groups)
-    return bool(getattr(optimizer, "skips_on_device", False))
+    return isinstance(optimizer, SkipsOnDevice) and optimizer.skips_on_device
 
 
 _LISTS = ("params", "param_names", "roles", "layouts")  # of a group, one entry a parameter

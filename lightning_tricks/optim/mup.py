@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsBaseShapes, KnowsMuPRule
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import SCALES
@@ -108,7 +109,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         UsageError: the optimizer has none.
     """
     name = type(optimizer).__name__
-    rule: Rule | None = getattr(optimizer, "mup_rule", _RULES.get(name))
+    rule: Rule | None = optimizer.mup_rule if isinstance(optimizer, KnowsMuPRule) else _RULES.get(name)
     if rule is None:
         raise UsageError(f"MuP has no rule for {name}: take one of {', '.join(_RULES)}, or MuonAdamW")
     return rule
@@ -211,12 +212,12 @@ class MuP:
         Raises:
             UsageError: the module has no method `base_shapes()`, or its shapes are of another module.
         """
-        if not callable(base_shapes := getattr(module, "base_shapes", None)):
+        if not isinstance(module, KnowsBaseShapes):
             raise UsageError(
                 f"MuP: {type(module).__name__} does not tell its base model: define its method base_shapes(), which "
                 "returns the shape there of each parameter by name, and multiply its logits by base_width / width"
             )
-        base, found = base_shapes(), {}
+        base, found = module.base_shapes(), {}
         for name, param, role, _, layout in param_roles(module):
             if name not in base or len(base[name]) != param.ndim:
                 raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")

@@ -89,6 +89,7 @@ def test_each_three_settings_meet_in_one_row():
     assert len(rows) < 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_one_process_a_killed_run_goes_on_to_the_bit(part, tmp_path):
     report(IN_ONE[part::PARTS], tmp_path, write_token_files(tmp_path / "tokens"))
@@ -98,12 +99,21 @@ def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> list[dict[str
     return report(rows, folder, folder / "tokens")
 
 
+@pytest.mark.long
+@pytest.mark.canary
+def test_the_first_row_in_two_shards_is_killed_and_goes_on_to_the_bit(tmp_path):
+    write_token_files(tmp_path / "tokens")
+    processes.run(in_two, IN_TWO["two shards"][:1], tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_two_shards_a_killed_run_goes_on_to_the_bit(part, tmp_path):
     write_token_files(tmp_path / "tokens")
-    processes.run(in_two, IN_TWO["two shards"][part::PARTS], tmp_path)
+    processes.run(in_two, IN_TWO["two shards"][1:][part::PARTS], tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_two_tensor_ranks_a_killed_run_goes_on_to_the_bit_and_trains_as_one_process(part, tmp_path):
     tokens, rows = write_token_files(tmp_path / "tokens"), IN_TWO["two tensor ranks"][part::PARTS]
@@ -122,6 +132,7 @@ def resume(rank: int, row: dict[str, Any], checkpoint: Path, folder: Path, token
     return curves_of(row, folder, tokens, resume=checkpoint)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeper", ["SafeCheckpoint", "ExactResume"])  # of the random state
 def test_a_run_of_one_process_goes_on_on_two_tensor_ranks_which_drop_the_same(keeper, tmp_path):
     tokens, row = write_token_files(tmp_path / "tokens"), {**ALONE, keeper: True, "GradNormMonitor": True}
