@@ -43,11 +43,11 @@ def rules_of(rules: Any) -> list[ParamRule | LayerwiseLRDecay] | None:
         return None
     kinds = {cls.__name__: cls for cls in (ParamRule, LayerwiseLRDecay)}
     found = []
-    for rule in rules:
+    for rule in rules if isinstance(rules, list | tuple) else [None]:
         name = rule.get("class_path") if isinstance(rule, dict) else None
         found.append(from_plain(rule, kinds.get(str(name), ParamRule), "param_rules"))
         if not isinstance(found[-1], ParamRule | LayerwiseLRDecay):
-            raise UsageError(f"param_rules={shown(rule)}: give a list of {' and '.join(kinds)} objects")
+            raise UsageError(f"param_rules={shown(rule or rules)}: give a list of {' and '.join(kinds)} objects")
     return found
 
 

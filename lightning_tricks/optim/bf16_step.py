@@ -69,36 +69,6 @@ def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
-class FP32StateOnLoad:
-    """Guard every later `optimizer.load_state_dict` of bf16 weights, until `remove`: their state is loaded as fp32.
-
-    torch casts floating state to the dtype of the parameters, so that fp32 averages would come back as bf16.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._saved: list[Any] = []
-        self._hooks = [
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks: later loads are torch's own."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["state"]
-        self._saved = [saved.get(key) for group in state_dict["param_groups"] for key in group["params"]]
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param, saved in zip(params, self._saved, strict=True):
-            if saved is not None and param.dtype == bfloat16:
-                optimizer.state[param] = _restored(param, saved, optimizer.state[param])
-        self._saved = []
-
-
 def _restored(param: Tensor, saved: Any, cast: Any, key: Any = None) -> Any:
     """The saved values in fp32, in place of those that torch has cast."""
     if isinstance(saved, dict):
@@ -155,7 +125,11 @@ class BF16Step:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _closure_error(optimizer)
         self.optimizer, self.seed, self.bucket_bytes, self.steps = optimizer, seed, bucket_bytes, 0
-        self._state_on_load = FP32StateOnLoad(optimizer)
+        self._saved: list[Any] = []  # the state of each parameter in the state dict that is being loaded
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
         self._per_parameter = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._replaced = vars(optimizer).get("step")  # of a scheduler or a user; None for the class's own method
@@ -169,11 +143,24 @@ class BF16Step:
         If other code has wrapped `step` after this class, `step` stays wrapped. `_replaced.replaced` is not used here:
         it would keep an optimizer alive whose owner never calls `remove`.
         """
-        self._state_on_load.remove()
+        for hook in self._hooks:
+            hook.remove()
         if vars(self.optimizer).get("step") is self._wrapped:
             del self.optimizer.step
             if self._replaced is not None:
                 self.optimizer.step = self._replaced  # type: ignore[method-assign]
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["state"]
+        self._saved = [saved.get(key) for group in state_dict["param_groups"] for key in group["params"]]
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        # torch has cast floating state to the dtype of the parameters: fp32 averages would have become bf16
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param, saved in zip(params, self._saved, strict=True):
+            if saved is not None and param.dtype == bfloat16:
+                optimizer.state[param] = _restored(param, saved, optimizer.state[param])
+        self._saved = []
 
     def _wrapper(self) -> Callable[..., Any]:
         # `wraps` carries the mark by which LRScheduler recognizes a step that it has wrapped already. If an earlier

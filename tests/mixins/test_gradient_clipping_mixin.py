@@ -77,17 +77,6 @@ def test_without_a_clip_value_it_measures_all_the_same(value):
     assert weights(model) == [-18.0, -24.0]
 
 
-def test_clipping_by_value_keeps_the_norm_too():
-    model = fit(Model(), gradient_clip_val=3.5, gradient_clip_algorithm="value", steps=1)
-    assert model.grad_norm.item() == 5.0
-    assert weights(model) == [-3.0, -3.5]
-
-
-def test_the_norm_is_that_of_the_accumulated_gradient():
-    model = fit(Model(), steps=1, accumulate_grad_batches=3)
-    assert model.grad_norm.item() == 5.0 * (1 + 2 + 3) / 3
-
-
 class Clips(MixedPrecision):
     """Lightning's of the release after 2.6, which clips for a fused optimizer where nothing is scaled."""
 
@@ -114,27 +103,10 @@ def test_a_fused_optimizer_under_fp16_is_refused_in_one_line(value):
         fit(Model(fused=True), plugins=[scaled()], gradient_clip_val=value)
 
 
-def test_fp16_gradients_are_unscaled_before_they_are_measured():
-    model = fit(Model(), plugins=[scaled()], gradient_clip_val=1.0)
-    assert model.grad_norm.item() == 15.0
-    assert weights(model) == pytest.approx([-1.8, -2.4], rel=1e-5)
-
-
 def test_a_fused_optimizer_is_clipped_under_fp16_where_its_gradients_are_unscaled_before():
     model = fit(Model(fused=True), plugins=[FP16Mixed(init_scale=1024.0)], gradient_clip_val=1.0)
     assert model.grad_norm.item() == 15.0
     assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
-
-
-def test_a_scaler_that_is_switched_off_is_no_reason_to_refuse():
-    off = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
-    assert fit(Model(fused=True), plugins=[off]).grad_norm.item() == 15.0
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_a_negative_clip_value_is_refused(algorithm):
-    with pytest.raises(UsageError, match=r"gradient_clip_val=-1\.0"):
-        fit(Model(), gradient_clip_val=-1.0, gradient_clip_algorithm=algorithm)
 
 
 def on_strategy(kind):

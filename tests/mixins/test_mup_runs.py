@@ -71,15 +71,6 @@ def test_a_checkpoint_opens_as_the_model_that_it_was(trained):
         assert not torch.allclose(expected, loaded(IDS) * 2)
 
 
-def test_compiled_blocks_give_the_same_logits(trained):
-    module, _, _ = trained
-    with torch.no_grad():
-        expected = module(IDS)
-        for block in module.decoder.blocks:
-            block.compile(backend="eager", fullgraph=True)
-        torch.testing.assert_close(module(IDS), expected)
-
-
 def test_an_optimizer_without_a_rule_is_refused_before_the_data():
     module = LanguageModel(CONFIG, optimizer=torch.optim.Adagrad, mup=MuP(16))
     trainer = pl.Trainer(max_steps=2, logger=False, accelerator="cpu")

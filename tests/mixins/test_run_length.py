@@ -15,7 +15,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import run_length
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.run_length import steps_of_epochs
-from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, TrainingProgressBar
+from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.precision import FP16Mixed
@@ -106,12 +106,6 @@ def test_an_accumulation_that_changes_with_the_epoch_counts_in_each():
     assert set(model.lengths) == {trainer.global_step}
 
 
-def test_an_endless_loader_with_a_limit_has_a_length():
-    trainer, model = fit(DataLoader(Endless(), batch_size=2), max_epochs=2, limit_train_batches=5)
-    assert model.lrs == planned(10)
-    assert trainer.global_step == 10
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_resume_from_any_checkpoint_has_the_learning_rates_of_the_run_without_one(tmp_path, accumulate, exact):
@@ -173,18 +167,6 @@ def test_a_run_whose_steps_have_all_overflowed_so_far_resumes_at_the_start_of_it
     assert run(tmp_path / "step=3.ckpt") == lrs[3:]
 
 
-def test_a_scheduler_of_the_modules_own_beside_ours_goes_its_way():
-    class Two(Model):
-        def configure_optimizers(self):
-            made = super().configure_optimizers()
-            self.own = torch.optim.lr_scheduler.StepLR(made["optimizer"], 100)
-            return [made["optimizer"]], [made["lr_scheduler"], {"scheduler": self.own, "interval": "step"}]
-
-    _, model = fit(loader(), model=Two(), max_epochs=1)
-    assert model.lrs == planned(7)
-    assert model.own.last_epoch == 7
-
-
 # ---- refusals
 
 
@@ -230,19 +212,6 @@ def test_the_trainers_callbacks_are_as_they_were_after_the_fit():
     assert trainer.callbacks == []
 
 
-# ---- the progress bar
-
-
-def test_the_bar_has_the_total_and_the_end_of_the_schedule(capsys, tmp_path):
-    trainer, _ = fit(loader(4), max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    capsys.readouterr()
-    fit(loader(4), TrainingProgressBar(), resume=tmp_path / "end.ckpt", max_epochs=2, log_every_n_steps=2)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[0] for line in lines] == ["step 6/8 (75%)", "step 8/8 (100%)"]
-    assert lines[-1].endswith("ETA 0:00:00")
-
-
 # ---- our own data, whose epochs are passes
 
 
@@ -281,21 +250,6 @@ def test_epochs_of_our_data_are_passes_over_them(shards, options, steps):
     assert trainer.global_step == steps
     assert model.lrs == planned(steps)
     assert set(model.lengths) == {steps}
-
-
-def test_a_resume_of_our_data_has_the_learning_rates_of_the_run_without_one(shards, tmp_path):
-    saver = ModelCheckpoint(tmp_path, filename="{epoch}-{step}", every_n_train_steps=2, save_top_k=-1)
-    ends = ModelCheckpoint(tmp_path, filename="validated-{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
-    options = {"max_epochs": 3, "accumulate_grad_batches": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    _, whole = fit(tokens(shards, str(shards)), saver, ends, **options)
-    assert whole.lrs == planned(12)
-    places = sorted(tmp_path.iterdir())
-    assert len(places) == 6 + 3
-    for place in places:
-        done = torch.load(place, weights_only=True)["global_step"]
-        resumed, model = fit(tokens(shards, str(shards)), resume=place, **options)
-        assert resumed.global_step == 12, place
-        assert model.lrs == whole.lrs[done:], place
 
 
 @pytest.mark.parametrize("accumulate", [2, 6])

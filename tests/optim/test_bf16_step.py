@@ -55,8 +55,6 @@ class ForeignSGD(torch.optim.SGD):
 
 # rounding
 
-MAX = torch.finfo(torch.bfloat16).max
-
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
@@ -96,13 +94,6 @@ def test_nan_of_any_bits_stays_nan_and_infinity_infinity():
         assert torch.equal(round_to_bf16(infinite, generator(seed)), infinite.bfloat16())
 
 
-def test_only_what_is_beyond_the_largest_bf16_number_may_become_infinite():
-    inside = torch.tensor([MAX, -MAX]).nextafter(torch.zeros(2)).repeat(10_000)
-    assert round_to_bf16(inside, generator()).isfinite().all()
-    beyond = round_to_bf16(torch.full((10_000,), torch.finfo(torch.float32).max), generator())
-    assert set(beyond.float().unique().tolist()) <= {MAX, float("inf")}
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3)])
 def test_writes_in_place_piece_by_piece(monkeypatch, shape):
     monkeypatch.setattr(bf16_step, "CHUNK", 4)
@@ -110,12 +101,6 @@ def test_writes_in_place_piece_by_piece(monkeypatch, shape):
     target = torch.zeros(shape, dtype=torch.bfloat16)
     copy_rounded_(target, source, generator())
     assert ((target == 1) | (target == 1 + 2**-7)).all()
-
-
-def test_writes_into_tensors_that_are_not_contiguous():
-    target = torch.zeros(6, 4, dtype=torch.bfloat16).t()
-    copy_rounded_(target, torch.arange(24.0).view(4, 6), generator())
-    assert torch.equal(target.float(), torch.arange(24.0).view(4, 6))
 
 
 def test_each_run_step_and_parameter_has_its_own_seed():
@@ -199,25 +184,6 @@ def test_bf16_step_lands_on_a_neighbour_of_what_fp32_would_be(name):
         assert ((own.float() - expected).abs() <= 2.0**-7 * expected.abs()).all()
 
 
-def test_the_state_between_steps_is_fp32():
-    params = [weight(3, 4), weight(), nn.Parameter(torch.ones(4))]
-    optimizer = torch.optim.AdamW(params, lr=0.01)
-    BF16Step(optimizer)
-    train(optimizer, 2)
-    states = [optimizer.state[p] for p in params]
-    assert {v.dtype for s in states for v in s.values()} == {torch.float32}
-    assert all(s["step"] == 2 for s in states)
-
-
-def test_bytes_a_parameter():
-    param = weight(64, 64)
-    optimizer = torch.optim.AdamW([param])
-    BF16Step(optimizer)
-    train(optimizer, 2)
-    held = [param, param.grad, *(v for v in optimizer.state[param].values() if v.dim())]
-    assert sum(t.element_size() * t.numel() for t in held) == 12 * param.numel()
-
-
 # buckets
 
 
@@ -271,13 +237,6 @@ def test_fp32_parameters_are_stepped_as_they_are_and_those_without_gradient_not_
     assert optimizer.state[fp32].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_an_optimizer_without_state_keeps_none():
-    optimizer = torch.optim.SGD([weight(4)], lr=0.1)
-    BF16Step(optimizer)
-    train(optimizer, 2)
-    assert not optimizer.state
-
-
 def test_what_is_noted_on_a_parameter_is_seen_by_the_optimizer():
     param = weight(4)
     param.role = "embedding"
@@ -287,19 +246,6 @@ def test_what_is_noted_on_a_parameter_is_seen_by_the_optimizer():
     train(optimizer, 1)
     assert calls[0][0].role == "embedding"
     assert calls[0][0].requires_grad
-
-
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.5), lambda p: torch.optim.SparseAdam(p, 0.5)])
-def test_sparse_gradients_move_their_rows_only(make):
-    table = nn.Embedding(5, 3, sparse=True, dtype=BF16)
-    before = table.weight.detach().clone()
-    optimizer = make(table.parameters())
-    BF16Step(optimizer)
-    table(torch.tensor([1, 3])).sum().backward()
-    assert table.weight.grad.is_sparse
-    optimizer.step()
-    changed = (table.weight != before).any(1)
-    assert changed.tolist() == [False, True, False, True, False]
 
 
 # what torch does around a step
@@ -390,15 +336,6 @@ def test_removed_it_leaves_the_step_and_the_loading_that_were_there(own):
     assert first.steps == 1
 
 
-def test_removed_under_another_wrapper_it_goes_on():
-    optimizer = torch.optim.SGD([weight(4)], lr=0.1)
-    first = BF16Step(optimizer)
-    calls = spied(optimizer)
-    first.remove()
-    train(optimizer, 1)
-    assert len(calls) == first.steps == 1
-
-
 # randomness
 
 
@@ -418,6 +355,9 @@ def test_seed_and_count_are_all_that_the_rounding_depends_on():
     assert not torch.equal(first, run(count=1))
 
 
+# loading
+
+
 def test_two_parameters_of_one_shape_do_not_round_alike():
     params = [nn.Parameter(torch.ones(300, dtype=BF16)) for _ in range(2)]
     optimizer = torch.optim.SGD(params, lr=0.5)
@@ -426,9 +366,6 @@ def test_two_parameters_of_one_shape_do_not_round_alike():
         param.grad = torch.full_like(param, -SPACING)
     optimizer.step()
     assert not torch.equal(*params)
-
-
-# loading
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "AdamW fused", "Adafactor"])
@@ -505,12 +442,6 @@ class Twice(torch.optim.SGD):
         return closure()
 
 
-class TwoLosses(torch.optim.SGD):
-    def step(self, closure):
-        closure()
-        return super().step(closure)
-
-
 class Sharpness(torch.optim.SGD):
     """Climbs before it computes the gradient, as SAM does."""
 
@@ -521,7 +452,7 @@ class Sharpness(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("cls", [Twice, TwoLosses, Sharpness])
+@pytest.mark.parametrize("cls", [Twice, Sharpness])
 def test_an_optimizer_that_computes_the_gradient_within_its_step_is_refused_when_it_does(cls):
     param = weight(4)
     optimizer = cls([param], lr=0.1)
@@ -530,11 +461,8 @@ def test_an_optimizer_that_computes_the_gradient_within_its_step_is_refused_when
     with pytest.raises(UsageError, match=rf"^BF16True cannot drive the optimizer {cls.__name__}, .* BF16Mixed$"):
         optimizer.step(lambda: torch.zeros(()))
     assert optimizer.param_groups[0]["params"] == [param]
-
-
-def test_lbfgs_is_refused_at_once():
-    with pytest.raises(UsageError, match=r"^BF16True cannot drive the optimizer LBFGS"):
-        BF16Step(torch.optim.LBFGS([weight(4)]))
+    with pytest.raises(UsageError, match=r"^BF16True cannot drive the optimizer LBFGS"):  # at once
+        BF16Step(torch.optim.LBFGS([param]))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 256 << 20])
@@ -559,18 +487,3 @@ def test_a_step_that_fails_leaves_groups_state_and_hooks_as_they_were(monkeypatc
     assert step.steps == 1
     train(optimizer, 1, 1)
     assert fired == [1, 1]
-
-
-def test_a_closure_that_fails_changes_nothing():
-    param = weight(4)
-    before = param.detach().clone()
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    step = BF16Step(optimizer)
-
-    def closure():
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step(closure)
-    assert torch.equal(param, before)
-    assert step.steps == 0

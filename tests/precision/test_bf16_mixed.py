@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
@@ -80,11 +79,6 @@ def test_a_block_that_is_run_again_casts_again(checkpointing):
 def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
     assert BF16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert FP16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
-
-
-def test_a_precision_beside_the_plugin_is_refused_with_both_names():
-    with pytest.raises(ValueError, match=r"precision=16-true.*plugins=BF16Mixed\(\)"):
-        pl.Trainer(accelerator="cpu", precision="16-true", plugins=BF16Mixed())
 
 
 class Sharded(Two):

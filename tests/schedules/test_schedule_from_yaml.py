@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_tricks import schedules
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.schedules import Schedule, WarmupCosine, WarmupStableDecay
+from lightning_tricks.schedules import Schedule, WarmupStableDecay
 
 
 class Model:
@@ -28,21 +28,11 @@ def read(parser, settings):
     return parser.instantiate(parser.parse_object(settings))
 
 
-def test_a_short_class_name_and_its_settings_make_the_schedule(parser):
-    recipe = {"schedule": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 715}}}
-    assert read(parser, recipe).schedule == WarmupCosine(warmup_steps=715)
-
-
 def test_a_schedule_nests_in_a_model_and_is_none_by_default(parser):
     settings = {"warmup_steps": 3, "decay_shape": "linear", "decay_fraction": 0.5}
     recipe = {"model": {"schedule": {"class_path": "WarmupStableDecay", "init_args": settings}}}
     assert read(parser, recipe).model.schedule == WarmupStableDecay(**settings)
     assert read(parser, {}).model.schedule is None
-
-
-def test_the_command_line_sets_one_option(parser):
-    arguments = ["--model.schedule=WarmupCosine", "--model.schedule.warmup_steps=5"]
-    assert parser.instantiate(parser.parse_args(arguments)).model.schedule == WarmupCosine(warmup_steps=5)
 
 
 def test_a_bad_value_keeps_its_one_line(parser):
@@ -56,18 +46,3 @@ def test_every_option_of_every_schedule_is_described(name):
     cls = getattr(schedules, name)
     described = inspect.getdoc(cls).partition("Args:")[2]
     assert all(f"\n    {field.name}: " in described for field in dataclasses.fields(cls))
-
-
-def test_help_shows_the_descriptions(capsys):
-    parser = ArgumentParser()
-    parser.add_argument("--schedule", type=Schedule)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--schedule.help=WarmupStableDecay"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "length of the warmup in optimizer steps",
-        "`linear`, `cosine`",
-        "share of the whole run",
-        "branched",
-    ):
-        assert words in shown
