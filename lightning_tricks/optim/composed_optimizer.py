@@ -33,7 +33,7 @@ class ComposedOptimizer(Optimizer):
 
     Raises:
         UsageError: a group names an unknown optimizer, or none while there is no `default`; an optimizer gets no
-            parameter; two groups hold the same parameter.
+            parameter.
 
     Example:
         >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
@@ -47,10 +47,7 @@ class ComposedOptimizer(Optimizer):
 
     def __init__(self, params: Iterable, optimizers: Mapping[str, Factory], default: str | None = None) -> None:
         self._names, self._default = list(optimizers), default
-        try:
-            super().__init__(params, {})
-        except ValueError as error:
-            raise UsageError(f"optimizers: {error}: give each parameter to one of {', '.join(optimizers)}") from error
+        super().__init__(params, {})
         made = {}
         for name, make in optimizers.items():
             own = [group for group in self.param_groups if group["optimizer"] == name]

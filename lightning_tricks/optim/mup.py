@@ -92,7 +92,8 @@ def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.O
     Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; Muon:
         https://github.com/NVIDIA/Megatron-LM/pull/3715.
     """
-    rule = rule_of(_owner(optimizer, group))
+    owner = optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
+    rule = rule_of(owner)
     if rule == "adam":
         return 1.0 if ratio.kind == "head" else 1.0 / ratio.fan_in
     if rule == "sgd":
@@ -113,11 +114,6 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if rule is None:
         raise UsageError(f"MuP has no rule for {name}: take one of {', '.join(_RULES)}, or MuonAdamW")
     return rule
-
-
-def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer that steps a group: in a ComposedOptimizer, the one that the group names."""
-    return optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
 
 
 def split_groups(groups: list[dict[str, Any]], factors: dict[str, float]) -> list[dict[str, Any]]:

@@ -289,13 +289,11 @@ def _exempted(layers: dict[str, nn.Module], sites: list[ParamSite]) -> Iterator[
             # timm's models of one family share a list; each has only some of its names, and some names are modules
             for site in sites:
                 name = site.name.removeprefix(prefix)
-                if site.name.startswith(prefix) and any(_matches(name, pattern) for pattern in patterns):
+                if site.name.startswith(prefix) and any(
+                    fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns
+                ):
                     yield site.param
     yield from (site.param for site in sites if getattr(site.param, "_no_weight_decay", False))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 def _names(listed: Any, path: str) -> Collection[str]:

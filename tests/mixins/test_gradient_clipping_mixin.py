@@ -1,7 +1,5 @@
 """Clipping in a Trainer: the same training as Lightning's own clip, with the norm kept."""
 
-from contextlib import nullcontext
-from importlib.metadata import version
 from unittest.mock import Mock
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from harness import runs
 from harness.models import batches
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from lightning_tricks._core.errors import UsageError
@@ -77,18 +75,8 @@ def test_without_a_clip_value_it_measures_all_the_same(value):
     assert weights(model) == [-18.0, -24.0]
 
 
-class Clips(MixedPrecision):
-    """Lightning's of the release after 2.6, which clips for a fused optimizer where nothing is scaled."""
-
-    clip_gradients = Precision.clip_gradients
-
-
-def test_a_fused_optimizer_is_clipped_under_bf16_whether_lightning_refuses_or_not():
+def test_a_fused_optimizer_is_clipped_under_bf16():
     model = fit(Model(fused=True), precision="bf16-mixed", gradient_clip_val=1.0)
-    for plugin in (MixedPrecision("bf16-mixed", "cpu"), Clips("bf16-mixed", "cpu")):
-        refuses = plugin.clip_gradients.__func__ is not Precision.clip_gradients and version("lightning") < "2.7"
-        with pytest.raises(RuntimeError, match="does not allow for gradient clipping") if refuses else nullcontext():
-            assert weights(fit(Plain(fused=True), plugins=[plugin], gradient_clip_val=1.0)) == weights(model)
     assert model.grad_norm.item() == 15.0
     assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
 
@@ -130,10 +118,3 @@ def test_deepspeed_clips_by_itself_and_leaves_no_norm():
     model = on_strategy(DeepSpeedStrategy)
     assert model.grad_norm is None
     assert model.first.grad.item() == 1.0
-
-
-def test_a_mixin_behind_the_lightning_module_is_refused():
-    with pytest.raises(UsageError, match=r"class Late: put GradientClippingMixin before the LightningModule"):
-
-        class Late(Plain, GradientClippingMixin):
-            pass

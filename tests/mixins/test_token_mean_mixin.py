@@ -140,11 +140,6 @@ def test_a_loss_that_is_no_token_mean_is_left_as_it_is():
     assert count(Plain(), [1, 2, 3, 5]) == [1.5, 4.0]  # Lightning's mean over the micro-batches
 
 
-def test_behind_the_lightning_module_it_is_refused():
-    with pytest.raises(UsageError, match="put TokenMeanMixin before the LightningModule"):
-        type("Late", (pl.LightningModule, TokenMeanMixin), {})
-
-
 def test_a_strategy_that_lets_nobody_scale_the_gradients_is_refused():
     model = Counter()
     strategy = type("DeepSpeedStrategy", (), {})()

@@ -150,20 +150,3 @@ def test_a_bias_that_the_decoder_lacks_must_be_zero():
     state["transformer.h.1.mlp.c_fc.bias"][3] = 0.5
     with pytest.raises(UsageError, match=r"'transformer\.h\.1\.mlp\.c_fc\.bias' is not zero, .*bias: true"):
         from_hf(state, config)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "arcee", "apertus"])
-def test_tensor_ranks_divide_the_same_layers_as_transformers_plan(name):
-    """The names of `parallel_plan`, by the adapter's table, are those of transformers' own plan."""
-    config = CONFIGS[name]
-    with torch.device("meta"):
-        plan = Decoder(config).parallel_plan()
-    theirs = transformers.AutoConfig.for_model(hf_family(config).model_type, **hf_config(config)).base_model_tp_plan
-    ours = {
-        weight.name.removeprefix("model.").rpartition(".")[0]: plan[
-            weight.parts[0].rpartition(".")[0].replace(".1.", ".*.")
-        ]
-        for weight in hf_weights(config)
-        if weight.name.startswith("model.layers.1.")
-    }
-    assert {pattern: ours[pattern.replace("*", "1")] for pattern in theirs} == theirs

@@ -57,7 +57,7 @@ def test_a_decay_of_the_class_itself_is_none_that_a_recipe_gives():
     ("optimizer", "words"),
     [
         (adamw(lr=-1.0), "optimizer: Invalid learning rate: -1.0"),
-        (adamw(lr=math.nan), "lr=nan of the optimizer"),
+        (adamw(lr=math.nan), "optimizer: Invalid learning rate: nan"),
         (adamw(lr=math.inf), "lr=inf of the optimizer"),
         (adamw(betas=(0.9, 1.5)), "optimizer: Invalid beta"),
         (adamw(weight_decay=0.2), "weight_decay=0.2 of AdamW would have no effect"),

@@ -129,9 +129,10 @@ def test_a_later_load_is_not_led_astray_by_an_earlier_one():
         assert float(resumed.param_groups[0]["lr"]) == pytest.approx(0.2)
 
 
-def exempt(net):
-    net.a.weight._no_weight_decay = True
-    return net
+def three(exempt):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.LayerNorm(2))
+    layers[1].weight._no_weight_decay = exempt
+    return layers
 
 
 def stock(net):
@@ -144,7 +145,7 @@ def stock(net):
         (lambda: trained(Net("a", "b")), Net("b", "a"), r"'a\.weight' \(group 'decay'\) .* 'b\.weight' \("),
         (lambda: trained(Net("a", "b")), Net("a"), r"'b\.weight' \(group 'decay'\) where this model has 'a\.bias'"),
         (lambda: trained(Net("a")), Net("a", "b"), r"'a\.bias' .* where this model has 'b\.weight'"),
-        (lambda: trained(Net("a")), exempt(Net("a")), r"'a\.weight' .* 'a\.weight' \(group 'no_decay'\)"),
+        (lambda: trained(three(False)), three(True), r"'1\.weight' .* '1\.weight' \(group 'no_decay'\)"),
         (lambda: stock(Net("a")), Net("a"), "does not name its parameters"),
     ],
 )

@@ -47,15 +47,6 @@ def test_products_are_bf16_over_fp32_weights_and_fused_optimizers_are_clipped(fu
     assert sum(p.grad.square().sum() for p in model.parameters()).sqrt().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_module_without_a_trainer_is_cast_on_this_machines_device():
-    plugin, layer = BF16Mixed(), nn.Linear(4, 4)
-    assert plugin.convert_module(layer) is layer
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with plugin.forward_context():
-        assert layer.to(device)(torch.ones(1, 4, device=device)).dtype == torch.bfloat16
-    assert layer.weight.dtype == torch.float32
-
-
 def test_it_trains_as_lightnings_own_does_to_the_bit():
     ours = fit(Two(), plugins=BF16Mixed(), gradient_clip_val=0.5, max_steps=6)
     stock = fit(Two(), precision="bf16-mixed", gradient_clip_val=0.5, max_steps=6)

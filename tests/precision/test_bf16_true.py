@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_tricks.optim.bf16_step import rounding_seed
@@ -20,24 +20,13 @@ from lightning_tricks.precision import BF16Mixed, BF16True, Float8
 class Model(pl.LightningModule):
     """Not the collection's own; a number of rows that two ranks share unequally; dropout, to see the random state."""
 
-    def __init__(self, optimizer="adamw", shard=False, norm=nn.LayerNorm, lr=1e-2) -> None:
+    def __init__(self, optimizer="adamw", norm=nn.LayerNorm, lr=1e-2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.optimizer, self.shard, self.lr = optimizer, shard, lr
+        self.optimizer, self.lr = optimizer, lr
         self.layers = nn.Sequential(nn.Linear(6, 7), norm(7), nn.Dropout(0.1), nn.Linear(7, 3))
         self.register_buffer("table", torch.linspace(0, 1, 6))
         self.losses: list[float] = []
-
-    def configure_model(self):
-        if self.shard and not any(isinstance(p, DTensor) for p in self.parameters()):
-            options = {
-                "mesh": self.device_mesh["data_parallel"],
-                "mp_policy": self.trainer.precision_plugin.fsdp2_policy,
-            }
-            if isinstance(self.layers[1], nn.BatchNorm1d):  # a unit of FSDP2 has one type
-                fully_shard(self.layers[1], mesh=options["mesh"])
-            fully_shard(self.layers[0], **options)
-            fully_shard(self.layers, **options)
 
     def training_step(self, batch, batch_idx):
         loss = self.layers(torch.randn(2, 6) + self.table).float().square().mean()
@@ -279,10 +268,6 @@ def train_replicas(rank):
         assert torch.equal(*gathered(param.detach()))
 
 
-def fsdp2():
-    return {"devices": 2, "strategy": ModelParallelStrategy(2, 1)}
-
-
 class Equal(Model):
     """Every shard asks for the same, so that shards differ by their rounding alone; one parameter is not sharded."""
 
@@ -307,7 +292,7 @@ class Equal(Model):
 
 def shard_and_train(rank):
     model = Equal()
-    fit(model, BF16True(), max_steps=3, **fsdp2())
+    fit(model, BF16True(), max_steps=3, devices=2, strategy=ModelParallelStrategy(2, 1))
     mesh = model.device_mesh["data_parallel"]
     for placement, alike in ((Replicate(), True), (Shard(0), False)):
         one, other = gathered(torch.tensor(rounding_seed(0, 0, 0, distribute_tensor(torch.ones(4), mesh, [placement]))))
@@ -319,17 +304,6 @@ def shard_and_train(rank):
     assert torch.equal(*gathered(model.whole.detach()))
     assert set(weight.to_local().float().unique().tolist()) <= {1 + n * 2.0**-7 for n in range(4)}
     assert model.seen == (torch.bfloat16, True)  # the parameter beside the shards keeps autocast on
-
-    sharded, seen = Model(shard=True), set()
-    sharded.layers.register_forward_pre_hook(lambda *_: seen.add(torch.is_autocast_enabled("cpu")))
-    fit(sharded, BF16True(), **fsdp2())
-    assert seen == {False}
-    assert sharded.table.dtype == torch.float32
-    assert all(p.dtype == torch.bfloat16 and isinstance(p, DTensor) for p in sharded.parameters())
-
-    batch_normed = Model(shard=True, norm=nn.BatchNorm1d)
-    fit(batch_normed, BF16True(), max_steps=2, **fsdp2())
-    assert batch_normed.layers[1].weight.dtype == torch.float32
 
 
 def train_in_two(rank):

@@ -463,19 +463,12 @@ def test_all_ranks_know_of_an_overflow_whoever_has_it(beside):
 # --- bad input
 
 
-class Half(Model):
-    def __init__(self):
-        super().__init__((1.0,))
-        self.half = nn.Linear(2, 2, bias=False).half()
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: scaled(growth_interval=0), "growth_interval=0: give a number of steps"),
         *((lambda bad=bad: scaled(init_scale=bad), "init_scale=.*: give a finite") for bad in (0, INF, math.nan, 1e39)),
         (lambda: fit(Model((1.0,), torch.optim.LBFGS), scaled()), "optimizer: LBFGS "),
-        (lambda: fit(Half(), scaled()), r"plugins: FP16Mixed .*half\.weight \(1 of 3\) is float16: "),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(call, words):
