@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim import (
     ComposedOptimizer,
     Muon,
@@ -38,26 +37,6 @@ def train(model, optimizer, first, last, scheduler=None):
 
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_each_parameter_is_trained_as_by_its_own_optimizer(monkeypatch):
-    monkeypatch.setattr(fast_bf16, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
-    composed, apart = net(), net()
-    train(composed, MuonAdamW(decay_groups(composed), lr=0.01), 0, 5)
-    by_name = dict(apart.named_parameters())
-    muon = torch.optim.Muon(
-        [by_name[name] for name in ("0.weight", "2.weight")], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
-    settings = {"lr": 0.01, "betas": (0.9, 0.95), "fused": True}
-    head = torch.optim.AdamW([by_name["3.weight"]], weight_decay=0.1, **settings)
-    vectors = torch.optim.AdamW([p for p in apart.parameters() if p.ndim < 2], weight_decay=0.0, **settings)
-    for step in range(5):
-        torch.manual_seed(step)
-        apart.zero_grad()
-        apart(torch.randn(3, 4)).square().mean().backward()
-        for optimizer in (muon, head, vectors):
-            optimizer.step()
-    assert same(composed, apart)
 
 
 @pytest.mark.parametrize("through", ["state_dict", "pickle"])
