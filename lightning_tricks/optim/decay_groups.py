@@ -16,7 +16,7 @@ from typing import Any, get_args
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name, repeated_blocks
+from lightning_tricks._core.find_modules import check_pattern, clean_name, repeated_blocks
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, param_roles
 from lightning_tricks.schedules import Schedule
@@ -58,10 +58,7 @@ class ParamRule:
     def __post_init__(self) -> None:
         if not self.pattern and self.role is None:
             raise UsageError("ParamRule: it has neither pattern nor role: say which parameters it is for")
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise UsageError(f"ParamRule.pattern={self.pattern!r} is no regular expression: {error}") from None
+        check_pattern(self.pattern, "ParamRule")
         if self.role is not None and self.role not in get_args(Role):
             raise UsageError(f"ParamRule.role={self.role!r}: give one of {', '.join(get_args(Role))}")
         for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):

@@ -144,7 +144,7 @@ class Muon(Optimizer):
         cautious_weight_decay: decay only where the update moves a weight towards 0.
 
     Raises:
-        UsageError: a momentum out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
+        UsageError: an option out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
             that is neither a stack of experts nor a convolution.
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025 (Moonlight),
@@ -175,8 +175,14 @@ class Muon(Optimizer):
     ) -> None:
         if isinstance(lr, Tensor):
             raise UsageError("Muon.lr is a Tensor: give a float, which the schedule sets at each step")
-        if not 0 <= momentum < 1:
-            raise UsageError(f"Muon.momentum={momentum!r}: give a number from 0 on and below 1")
+        for option, value, fits, words in (
+            ("lr", lr, 0 <= lr < math.inf, "a finite number, 0 or more"),
+            ("momentum", momentum, 0 <= momentum < 1, "a number from 0 on and below 1"),
+            ("ns_steps", ns_steps, 1 <= ns_steps < 100, "a whole number from 1 to 99"),
+            ("momentum_warmup_steps", momentum_warmup_steps, momentum_warmup_steps >= 0, "0 or more steps"),
+        ):
+            if not fits:
+                raise UsageError(f"Muon.{option}={value!r}: give {words}")
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,

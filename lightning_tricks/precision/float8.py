@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.refusals import refuse
@@ -194,6 +194,8 @@ class Float8(pl.plugins.Precision):
         if isinstance(exclude, str):
             raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
         self.exclude = tuple(exclude)
+        for pattern in self.exclude:
+            check_pattern(pattern, "Float8.exclude")
         self.recipe, self.convert_small, self.emulate = recipe, convert_small, emulate
         self._base: Any = BF16Mixed() if base == "bf16-mixed" else BF16True()
         self.precision = self._base.precision

@@ -145,7 +145,7 @@ def test_a_decay_that_cannot_be_is_refused(call, words):
     [
         ({}, "^ParamRule: it has neither pattern nor role: say which parameters it is for$"),
         ({"role": "body"}, r"^ParamRule\.role='body': give one of state, norm, bias, "),
-        ({"pattern": "("}, r"pattern='\(' is no regular expression"),
+        ({"pattern": "("}, r"^ParamRule: pattern '\(' is no regular expression"),
         ({"pattern": "a", "lr_scale": -1.0}, r"lr_scale=-1\.0 \(pattern 'a'\)"),
         ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),
         ({"pattern": "a", "weight_decay": -0.1}, r"weight_decay=-0\.1"),

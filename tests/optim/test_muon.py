@@ -285,7 +285,10 @@ def test_a_step_is_skipped_on_the_device(options):
         ([nn.Parameter(torch.zeros(2, 3, 4))], {}, "tells experts from convolutions"),
         (group_of(nn.Parameter(torch.zeros(3, 4)), "head"), {}, "'w', of shape .3, 4. and role head"),
         ([nn.Parameter(torch.zeros(3, 4))], {"lr": torch.tensor(0.1)}, "Muon.lr is a Tensor: give a float"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"lr": -1.0}, "Muon.lr=-1.0: give a finite number"),
         ([nn.Parameter(torch.zeros(3, 4))], {"momentum": 1.0}, "Muon.momentum=1.0"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"ns_steps": 0}, "Muon.ns_steps=0"),
+        ([nn.Parameter(torch.zeros(3, 4))], {"momentum_warmup_steps": -1}, "momentum_warmup_steps=-1"),
     ],
 )
 def test_what_is_no_matrix_and_options_out_of_range_are_refused(params, options, words):

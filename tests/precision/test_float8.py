@@ -416,6 +416,7 @@ def test_a_name_in_the_whole_module_may_be_excluded_too():
     [
         (lambda: Float8(recipe="delayed"), "Float8.recipe='delayed': give one of tensorwise, rowwise, .*mxfp8$"),
         (lambda: Float8(base="fp16"), "Float8.base='fp16': give one of bf16-mixed, bf16-true$"),
+        (lambda: Float8(exclude=["("]), r"Float8.exclude: pattern '\(' is no regular expression: "),
         (lambda: Float8(exclude="head"), "Float8.exclude='head': give a list of patterns$"),
         (lambda: decoding(plugins=Float8()), "plugins: Float8 multiplies on CUDA, not on cpu: set emulate: true"),
     ],
