@@ -12,6 +12,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.optim import LayerwiseLRDecay, MuonAdamW, MuP, ParamRule, build_optimizer
+from lightning_tricks.optim.mup import at_width
 
 SHAPE = {"vocab_size": 61, "n_layers": 2, "max_seq_len": 16}
 LLAMA = Llama(**SHAPE, d_model=64, n_heads=8, n_kv_heads=4, activation="relu2")  # 4 times the base of 16
@@ -102,6 +103,13 @@ def test_hidden_matrices_start_smaller_by_the_root_of_the_ratio_and_the_rest_as_
         torch.testing.assert_close(weight, plain[name] * factor)
 
 
+def test_the_mlps_output_starts_by_the_ratio_of_its_own_inputs():
+    wide = Llama(**SHAPE, d_model=256, n_heads=8)  # d_ff is rounded up to 768, and to 256 in the base model of 64
+    plain, scaled = model(wide).decoder.blocks[0].mlp, model(wide, MuP(64)).decoder.blocks[0].mlp
+    torch.testing.assert_close(scaled.down.weight, plain.down.weight / 3**0.5)
+    torch.testing.assert_close(scaled.up.weight, plain.up.weight / 4**0.5)
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT2(**SHAPE, d_model=64, n_heads=8)], ids=["llama", "gpt2-tied"])
 def test_at_the_base_width_nothing_changes_to_the_bit(config):
     weights = []
@@ -138,6 +146,12 @@ def test_attention_is_scaled_by_one_over_the_width_of_a_head_against_that_of_the
 
 
 # ---- models that are not ours
+
+
+def test_another_width_keeps_heads_key_heads_and_mlp_in_proportion():
+    assert at_width(LLAMA, 16, 8) == Llama(**SHAPE, d_model=16, n_heads=2, n_kv_heads=1, activation="relu2")
+    one_key_head = Llama(**SHAPE, d_model=64, n_heads=8, n_kv_heads=1, d_ff=96)
+    assert at_width(one_key_head, 32, 8) == Llama(**SHAPE, d_model=32, n_heads=4, n_kv_heads=1, d_ff=48)
 
 
 class WithBase(nn.Module):

@@ -86,6 +86,12 @@ def test_emulated_products_are_told_by_small_ones_which_take_little_time(monkeyp
     assert {size for _, _, size in clock.seen} == {256}
 
 
+def test_this_cpu_is_measured():
+    state = torch.get_rng_state()
+    assert 0.01 < fast_bf16.bf16_time_ratio(torch.get_num_threads()) < 1000
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def fit(folder=None, ckpt_path=None, **options):
     """Its Trainer, the model, and the types of its outputs."""
     seen, callbacks = set(), [MFUMonitor(flops_per_sample=1.0, peak_flops=1e9)]

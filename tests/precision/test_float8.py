@@ -13,6 +13,9 @@ from harness.models import GPT, SHAPE, Decoding
 from harness.runs import CountsFlops, decoding, fit, same_training
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, Llama, MFUMonitor
@@ -443,6 +446,21 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch, recipe, capability, works):
         with pytest.raises(UsageError, match=rf"^plugins: .* needs compute capability {needed} or later, GPU X has"):
             own.convert_module(module)
         plugin(recipe).convert_module(module)
+
+
+@pytest.mark.parametrize("below_fsdp2", [False, True])
+def test_layers_that_a_module_divides_itself_are_refused(tmp_path, below_fsdp2):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+        if below_fsdp2:
+            fully_shard(model, mesh=mesh["data"])
+        with pytest.raises(UsageError, match=r"^plugins: Float8 does not work with tensor parallelism, .* BF16Mixed$"):
+            plugin().convert_module(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class OnCuda(torch.Tensor):

@@ -13,10 +13,9 @@ import torch
 from harness import processes
 from harness.runs import CountsFlops, fit, same
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from torchao.float8 import (
     Float8LinearConfig,
@@ -25,7 +24,6 @@ from torchao.float8 import (
 )
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
 from lightning_tricks.precision import float8_linear  # noqa: F401, takes long: once for all processes
@@ -176,26 +174,6 @@ def test_weights_are_gathered_in_fp8_where_that_is_valid_as_the_table_says_and_t
     processes.run(which_is_gathered_how)
 
 
-class InShards(pl.LightningModule):
-    """Tensor parallelism: the layer multiplies with its shard, alone or below FSDP2."""
-
-    def __init__(self, fsdp: bool) -> None:
-        super().__init__()
-        self.fsdp = fsdp
-        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
-
-    def configure_model(self) -> None:
-        parallelize_module(self.layers, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
-        if self.fsdp:
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(torch.ones(16, 32)).sum()
-
-    def configure_optimizers(self):
-        return adamw(self.parameters())
-
-
 class Averaged(Model):
     """Validates with weights ten times as large as it trains, in the middle of a step's micro-batches too."""
 
@@ -276,11 +254,6 @@ def scales_are_those_of_the_weights(rank: int, folder: str) -> None:
     for before, expected, after in manual.seen:
         assert torch.allclose(before, expected)
         assert after is None
-
-    for fsdp in (False, True):
-        strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-        with pytest.raises(UsageError, match=r"^plugins: Float8 does not work with tensor parallelism, .* BF16Mixed$"):
-            train(InShards(fsdp), plugin(), steps=1, devices=2, strategy=strategy)
 
 
 def test_scales_are_those_of_the_weights_as_they_are(tmp_path):

@@ -68,6 +68,14 @@ def test_another_length_in_mid_run_holds_from_the_current_step_on():
     assert scheduler.total_steps == 70
 
 
+def test_a_load_leaves_no_old_learning_rate_for_a_later_scheduler():
+    optimizer, scheduler = make()
+    train(optimizer, scheduler, 5)
+    resumed, _ = make(lr=0.2)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [group["initial_lr"] for group in resumed.param_groups] == [0.2, 0.5]
+
+
 def test_the_step_of_another_torch_scheduler_is_taken_over():
     optimizer, _ = make(lr=9.0)
     stock = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.123)
