@@ -1,17 +1,17 @@
 """The public names of every callback: `monitors` watch, `guards` act, `outputs` write for people."""
 
-from lightning_tricks.guards.averages.ema import EMA as EMA
-from lightning_tricks.guards.averages.tail_average import TailAverage as TailAverage
+from lightning_tricks.guards.averages import EMA as EMA
+from lightning_tricks.guards.averages import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.init_from import InitFrom as InitFrom
 from lightning_tricks.guards.lr_scaling_rule import LRScalingRule as LRScalingRule
-from lightning_tricks.guards.preemption.preemption import Preemption as Preemption
-from lightning_tricks.guards.saving.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
+from lightning_tricks.guards.preemption import Preemption as Preemption
+from lightning_tricks.guards.safe_checkpoint import SafeCheckpoint as SafeCheckpoint
 from lightning_tricks.guards.schedule_free import ScheduleFree as ScheduleFree
-from lightning_tricks.guards.spike_rollback.spike_rollback import SpikeRollback as SpikeRollback
-from lightning_tricks.guards.step_guard.step_guard import StepGuard as StepGuard
+from lightning_tricks.guards.spike_rollback import SpikeRollback as SpikeRollback
+from lightning_tricks.guards.step_guard import StepGuard as StepGuard
 from lightning_tricks.guards.total_tokens import TotalTokens as TotalTokens
 from lightning_tricks.guards.watchdog.hang_watchdog import HangWatchdog as HangWatchdog
 from lightning_tricks.guards.watchdog.rank_monitor import RankMonitor as RankMonitor

@@ -1,4 +1,4 @@
-"""The states that a run can go back to: copies in the host's memory, and the run's own checkpoints."""
+"""The states that SpikeRollback can go back to: copies in the host's memory, and the run's own checkpoints."""
 
 import copy
 import inspect
@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KeepsRollbackState
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks._trainer import enabled_scaler, reduce_over_all, unwrapped
+from lightning_tricks._trainer import enabled_scaler, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
-from lightning_tricks.guards.saving.finite import not_finite, numbers_of
-from lightning_tricks.guards.step_guard.kept_buffers import can_be_copied
+from lightning_tricks.guards.step_guard import can_be_copied
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.parallel.shard import drop_gathered
 
@@ -42,9 +41,6 @@ class TrainingState:
         trainer: its optimizers and its GradScaler.
         pl_module: its parameters and buffers.
         buffers: page-locked memory for copies from a GPU; None for ordinary memory.
-
-    Attributes:
-        size: bytes of host memory.
     """
 
     def __init__(self, trainer: Any, pl_module: Any, buffers: HostBuffers | None = None) -> None:
@@ -63,7 +59,6 @@ class TrainingState:
         }
         here = tree_map(lambda value: local(value).detach() if isinstance(value, Tensor) else value, live)
         self._copy = snapshot(here, buffers)
-        self.size = _size(self._copy)
 
     @torch.no_grad()
     def restore(self, trainer: Any, pl_module: Any) -> None:
@@ -109,10 +104,10 @@ class SnapshotRing:
         self._snapshots: list[Snapshot] = []  # the oldest first
         self._free: list[HostBuffers] = []
 
-    def take(self, trainer: Any, pl_module: Any, sample: int | None, detector: dict[str, Any]) -> Snapshot | None:
-        """Copy the present state; None where the size is 0."""
+    def take(self, trainer: Any, pl_module: Any, sample: int | None, detector: dict[str, Any]) -> None:
+        """Copy the present state, unless the size is 0."""
         if self.size == 0:
-            return None
+            return
         if len(self._snapshots) == self.size:
             oldest = self._snapshots[0]
             self.keep(lambda taken: taken is not oldest)
@@ -121,7 +116,6 @@ class SnapshotRing:
             buffers = self._free.pop() if self._free else HostBuffers()
         state = TrainingState(trainer, pl_module, buffers)
         self._snapshots.append(Snapshot(trainer.global_step, sample, detector, state, buffers))
-        return self._snapshots[-1]
 
     def newest(self, is_good: Callable[[int], bool]) -> Snapshot | None:
         """The newest snapshot of a good step."""
@@ -210,20 +204,6 @@ def _into(now: Any, saved: Any, device: torch.device) -> Any:
     return copy.deepcopy(saved)
 
 
-def _size(tree: Any) -> int:
-    """Bytes of the memory in which the tensors of a tree lie, each counted once; of other layouts as if dense."""
-    storages: dict[int, int] = {}
-
-    def count(value: Any) -> None:
-        if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif isinstance(value, Tensor):
-            storages[id(value)] = value.numel() * value.itemsize
-
-    tree_map(count, tree)
-    return sum(storages.values())
-
-
 # ---- on the disk
 
 
@@ -245,13 +225,12 @@ class SavedStates:
         self._goes_on_from = trainer.global_step if trainer.ckpt_path or trainer.global_step else -1
         found = [candidate for folder in folders_of(trainer) for candidate in candidates(folder)]
         self._older = {(candidate.place, candidate.written_ns) for candidate in found}
-        self._not_finite: set[Path] = set()
 
     def restore_newest(self, is_good: Callable[[int], bool]) -> tuple[Path, dict[str, Any]] | None:
-        """Load weights and optimizer state of the newest finite checkpoint; every rank must call.
+        """Load weights and optimizer state of the newest whole checkpoint; every rank must call.
 
         Args:
-            is_good: whether the state before a step may be gone back to.
+            is_good: whether the state before a step may be gone back to: the loss that it gave was finite.
 
         Returns:
             Its path and its content; None where there is none.
@@ -259,21 +238,14 @@ class SavedStates:
         trainer = self._trainer
         if isinstance(io := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             io.wait()  # what a thread still writes
-        while True:
-            path = trainer.strategy.broadcast(self._find(is_good) if trainer.is_global_zero else None)
-            if path is None:
-                return None
-            checkpoint = _load(trainer, path)
-            weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
-            if float(reduce_over_all(trainer.strategy, weights, "sum")) == 0:
-                return path, checkpoint
-            self._not_finite.add(path)
+        path = trainer.strategy.broadcast(self._find(is_good) if trainer.is_global_zero else None)
+        return None if path is None else (path, _load(trainer, path))
 
     def _find(self, is_good: Callable[[int], bool]) -> Path | None:
         def problem(place: Path) -> str | None:
             candidate = by_place.get(place)
-            if candidate is None or candidate.path in self._not_finite:
-                return "new or not finite"
+            if candidate is None:
+                return "new"
             try:
                 step = _step_of(candidate)
                 is_older = (place, candidate.written_ns) in self._older

@@ -8,27 +8,22 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._core.tensors import where_read
-from lightning_tricks._trainer import (
-    logging_step,
-    optimizer_index,
-    run_facts,
-    unwrapped,
-)
+from lightning_tricks._core.tensors import local, where_read
+from lightning_tricks._trainer import logging_step, optimizer_index, run_facts, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.run_facts import step_samples
+from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
-from lightning_tricks.guards.step_guard.judging import Batch, Judgement, Names, SkippedSteps, any_rank
-from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.optim import skips_on_device
 from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
@@ -176,7 +171,6 @@ class StepGuard(pl.Callback):
         device = trainer.strategy.root_device
         settings = (0.0, self.norm_ratio), self.window_steps, self.active_after_steps, self.sigmas, device
         self._windows = [OutlierWindow(*settings) for _ in trainer.optimizers]
-        self._optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
         self._batch_idx = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -204,33 +198,23 @@ class StepGuard(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: torch.optim.Optimizer) -> None:
         """Have DeepSpeed's engine ask for the judgement; refuse gradients that are still scaled."""
-        index = self._index_of(trainer, optimizer)
-        optimizer = self._optimizers[index]
         if self._has_engine:
-            strategy: Any = trainer.strategy
+            index, strategy = optimizer_index(trainer, optimizer), cast(Any, trainer.strategy)
 
             def veto(norm: Tensor) -> bool:
                 return bool(self._judge(trainer, index, norm))
 
             self._replacements.enter_context(strategy.step_with_veto(veto))
             return
-        _refuse_scaled(trainer, optimizer, self._scaler)
+        _refuse_scaled(trainer, unwrapped(optimizer), self._scaler)
 
     def _judge_step(self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor) -> None:
         """Judge the step that comes next, behind its clip."""
-        index = self._index_of(trainer, optimizer)
+        index = optimizer_index(trainer, optimizer)
         skip = self._judge(trainer, index, norm)
         if self._buffers is not None and not pl_module.automatic_optimization:
             self._buffers.save()  # the next step may begin in the same batch
-        self._replacements.enter_context(skipping(self._optimizers[index], self._scaler, skip))
-
-    def _index_of(self, trainer: Any, optimizer: Any) -> int:
-        for index, own in enumerate(self._optimizers):
-            if own is optimizer:
-                return index
-        index = optimizer_index(trainer, optimizer)  # it is wrapped, or somebody has put another one in its place
-        self._optimizers[index] = unwrapped(optimizer)
-        return index
+        self._replacements.enter_context(skipping(unwrapped(optimizer), self._scaler, skip))
 
     def _judge(self, trainer: Any, index: int, norm: Tensor) -> Tensor:
         """1.0 if the step of an optimizer that comes now is to be skipped, else 0.0: 0-dim, on the device."""
@@ -245,20 +229,20 @@ class StepGuard(pl.Callback):
             accepted = accepted & judged.counted
         window.accept(judged.values, accepted if judged.finite is None else accepted & judged.finite)
         batch = Batch(step_samples(trainer), trainer.current_epoch, self._batch_idx)
-        names = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
+        keys = self._skipped.note(logging_step(trainer), index, skip, judged, batch)
         if trainer.log_every_n_steps:
-            self._record(trainer, names, judged, skip)
+            self._record(trainer, keys, judged, skip)
         else:
             self._skipped.count_unheard()
         return skip
 
-    def _record(self, trainer: Any, names: Names, judged: Judgement, skip: Tensor) -> None:
+    def _record(self, trainer: Any, keys: JudgementKeys, judged: Judgement, skip: Tensor) -> None:
         """Let the buffer keep what the report needs of other ranks, and what tells whether there is one."""
-        self._buffer.record(names.skipped, skip)
+        self._buffer.record(keys.skipped, skip)
         if self._over_ranks is not None:
             rank, out = judged.out_of_bounds(trainer.global_rank)
-            self._buffer.record_all(names.values, out, self._over_ranks)
-            self._buffer.record(names.rank, rank, self._over_ranks)
+            self._buffer.record_all(keys.values, out, self._over_ranks)
+            self._buffer.record(keys.rank, rank, self._over_ranks)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Put back the module's and the optimizer's attributes."""
@@ -312,3 +296,62 @@ def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
             "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
             "train in bf16"
         )
+
+
+# ---- the buffers of a module
+
+
+class KeptBuffers:
+    """Copies of a module's buffers, such as running statistics, counts of batches and codebooks.
+
+    A skipped step leaves the weights alone, but its forward pass has already changed the buffers: one NaN in a batch
+    makes BatchNorm's running mean NaN for good.
+
+    Left alone are buffers that cannot be written from a copy (lazy, sparse, quantized, expanded, made in inference
+    mode), and those whose shape changes within the step, such as a cache that grows.
+
+    Args:
+        module: on its device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(name, layer._buffers) for name, layer in module.named_modules() if layer._buffers]
+        self._copies: dict[tuple[str, str], Tensor] = {}
+
+    def save(self) -> None:
+        """Copy the buffers: before the first forward pass of a step."""
+        before, self._copies = self._copies, {}
+        for place, buffer in self._buffers():
+            copy = before.get(place)
+            self._copies[place] = copy.copy_(buffer) if copy is not None and _alike(copy, buffer) else buffer.clone()
+
+    def put_back(self, skip: Tensor) -> None:
+        """Put the copies back if `skip`, a 0-dim tensor, is not 0. Does not wait for the device."""
+        for place, buffer in self._buffers():
+            copy = self._copies.get(place)
+            if copy is not None and _alike(copy, buffer):
+                torch.where(skip.to(buffer.device) != 0, copy, buffer, out=buffer)
+
+    def _buffers(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """This process's numbers of each buffer that can be written from a copy, in its memory.
+
+        Autograd knows nothing of them, so a write does not count as one to the buffer: graphs that have saved it can
+        still run backward.
+        """
+        for layer, buffers in self._owners:
+            for name, tensor in buffers.items():
+                if tensor is not None and can_be_copied(tensor):
+                    yield (layer, name), local(tensor).data
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def can_be_copied(tensor: Any) -> bool:
+    """Whether a buffer can be written from a copy; see `KeptBuffers`."""
+    if is_lazy(tensor) or tensor.is_inference() or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    part = local(tensor)
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(part.shape, part.stride(), strict=True))
+    return type(part) is Tensor and part.numel() > 0 and not (part.is_meta or part.is_quantized or expanded)

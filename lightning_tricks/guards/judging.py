@@ -1,4 +1,4 @@
-"""How steps are judged: the verdict on the device, and the report on the host."""
+"""How StepGuard judges steps: the verdict on the device, and the report on the host."""
 
 import math
 from collections.abc import Sequence
@@ -97,8 +97,8 @@ class Batch(NamedTuple):
         return f"samples {samples_in_words(self.samples)}"
 
 
-class Names:
-    """Names under which the numbers of a step stand in the buffer, of those that it has.
+class JudgementKeys:
+    """The keys under which the numbers of a step stand in the buffer, of those that it has.
 
     Args:
         index: of the optimizer.
@@ -115,14 +115,14 @@ class Names:
         self.values = tuple(place + name for name in ("loss", "norm", "loss_limit", "norm_limit"))
 
 
-class Judged(NamedTuple):
+class PendingStep(NamedTuple):
     """A step of one optimizer, of which the host has not heard yet."""
 
     optimizer_index: int
     skip: Tensor  # 0-dim, 1.0 or 0.0
     judgement: Judgement  # on this rank
     batch: Batch
-    names: Names
+    keys: JudgementKeys
 
 
 class SkippedSteps:
@@ -139,30 +139,27 @@ class SkippedSteps:
     def __init__(self, max_in_a_row: int, counts: Sequence[Sequence[float]] = ()) -> None:
         self.max_in_a_row = max_in_a_row
         self.reason_to_stop = ""
-        self._names: list[list[Names]] = [[] for _ in counts]  # of each optimizer's first, second, ... step in a batch
         self._in_a_row = [int(in_a_row) for in_a_row, _ in counts]
         self._totals = [int(total) for _, total in counts]
         self._streaks: list[list[tuple[int, Batch]]] = [[] for _ in counts]  # of the steps in a row, those of this fit
-        self._unheard: dict[int, list[Judged]] = {}  # by step
+        self._unheard: dict[int, list[PendingStep]] = {}  # by step
         self._too_many: dict[int, str] = {}  # by optimizer: what to say of a streak that is long enough to stop
 
-    def note(self, step: int, index: int, skip: Tensor, judgement: Judgement, batch: Batch) -> Names:
-        """Keep a step until the host hears how it was judged; returns the names of its numbers."""
-        noted, names = self._unheard.setdefault(step, []), self._names[index]
-        number = sum(other.optimizer_index == index for other in noted)
-        if number == len(names):
-            names.append(Names(index, number))
-        noted.append(Judged(index, skip, judgement, batch, names[number]))
-        return names[number]
+    def note(self, step: int, index: int, skip: Tensor, judgement: Judgement, batch: Batch) -> JudgementKeys:
+        """Keep a step until the host hears how it was judged; returns the keys of its numbers."""
+        noted = self._unheard.setdefault(step, [])
+        keys = JudgementKeys(index, sum(other.optimizer_index == index for other in noted))
+        noted.append(PendingStep(index, skip, judgement, batch, keys))
+        return keys
 
     def counts(self) -> list[list[float]]:
         """Of each optimizer, skipped steps in a row and in all, also of those not heard of: reads the device."""
         in_a_row, totals = list(self._in_a_row), list(self._totals)
         for _, several in sorted(self._unheard.items()):
-            for judged in several:
-                skipped = bool(judged.skip)
-                totals[judged.optimizer_index] += skipped
-                in_a_row[judged.optimizer_index] = (in_a_row[judged.optimizer_index] + 1) * skipped
+            for pending in several:
+                skipped = bool(pending.skip)
+                totals[pending.optimizer_index] += skipped
+                in_a_row[pending.optimizer_index] = (in_a_row[pending.optimizer_index] + 1) * skipped
         return [[float(own), float(total)] for own, total in zip(in_a_row, totals, strict=True)]
 
     def count_unheard(self) -> None:
@@ -183,19 +180,19 @@ class SkippedSteps:
         """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
         lines, any_judged = [], False
         for row in rows:
-            for judged in self._unheard.pop(row.step, ()):
-                if (skipped := row.values.get(judged.names.skipped)) is not None:
+            for pending in self._unheard.pop(row.step, ()):
+                if (skipped := row.values.get(pending.keys.skipped)) is not None:
                     any_judged = True
-                    lines += self._lines_of(row, judged, bool(skipped))
+                    lines += self._lines_of(row, pending, bool(skipped))
         for line in lines[:_LINES]:
             rank_zero_warn(line)
         if lines[_LINES:]:
             rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
         return {"guard/skipped_steps": float(sum(self._totals))} if any_judged else {}
 
-    def _lines_of(self, row: Row, judged: Judged, skipped: bool) -> list[str]:
+    def _lines_of(self, row: Row, pending: PendingStep, skipped: bool) -> list[str]:
         """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
-        index, step = judged.optimizer_index, row.step
+        index, step = pending.optimizer_index, row.step
         if not skipped:
             self._in_a_row[index] = 0
             self._streaks[index].clear()
@@ -204,11 +201,11 @@ class SkippedSteps:
             return []
         self._totals[index] += 1
         self._in_a_row[index] += 1
-        self._streaks[index].append((step, judged.batch))
-        reason = _reason(row, judged)
+        self._streaks[index].append((step, pending.batch))
+        reason = _reason(row, pending)
         if self._in_a_row[index] >= self.max_in_a_row:
             self._stop(index, step, reason)
-        return [f"StepGuard: step {step} is skipped: {reason}; {judged.batch}"]
+        return [f"StepGuard: step {step} is skipped: {reason}; {pending.batch}"]
 
     def _stop(self, index: int, step: int, reason: str) -> None:
         streak = self._streaks[index]
@@ -220,13 +217,13 @@ class SkippedSteps:
         self.reason_to_stop = f"{skipped}. The weights are those of step {first}: {_GO_ON}"
 
 
-def _reason(row: Row, judged: Judged) -> str:
+def _reason(row: Row, pending: PendingStep) -> str:
     """Which values are out of bounds, and on which rank."""
-    names = judged.names
-    if names.rank in row.values:
-        numbers = [row.values[name] for name in names.values]
+    keys = pending.keys
+    if keys.rank in row.values:
+        numbers = [row.values[name] for name in keys.values]
     else:
-        numbers = judged.judgement.out_of_bounds(0)[1].flatten().tolist()
+        numbers = pending.judgement.out_of_bounds(0)[1].flatten().tolist()
     loss, norm, *limits = numbers
     parts = []
     for value, limit, label in zip((loss, norm), limits, ("loss", "gradient norm"), strict=True):
@@ -234,7 +231,7 @@ def _reason(row: Row, judged: Judged) -> str:
             parts.append(f"{label} not finite")
         elif value > -math.inf:
             parts.append(f"{label} {value:.4g} above {limit:.4g}")
-    rank = row.values.get(names.rank, 0)
+    rank = row.values.get(keys.rank, 0)
     where = f" on rank {int(rank) - 1}" if rank > 1 else ""
     return " and ".join(parts) + where
 

@@ -13,26 +13,32 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.random_state import save_random_states, saved_random_states, set_random_state_of
+from lightning_tricks._core.random_state import saved_random_states, set_random_state_of
 from lightning_tricks._trainer import (
     batch_progress,
-    epoch_end_follows,
     has_default_checkpoint_io,
     is_a,
-    is_accumulating,
     is_last_step,
     logging_step,
+    may_save,
     random_rank,
     reduce_over_all,
-    rewind_to_step,
     run_facts,
+    save_whole_step,
     unwrapped,
-    validation_follows,
 )
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.record import KEY, Record, record_of, record_or_none
-from lightning_tricks.guards.saving.checkpoint_folder import (
+from lightning_tricks.checkpoints.record import KEY, Record, record_of
+from lightning_tricks.guards.checkpoint_content import (
+    FreshScore,
+    content,
+    not_finite,
+    numbers_of,
+    refusing_other_modules,
+)
+from lightning_tricks.guards.checkpoint_folder import (
     LAST,
     CheckpointFolder,
     Records,
@@ -41,8 +47,6 @@ from lightning_tricks.guards.saving.checkpoint_folder import (
     last_of,
     report_writes,
 )
-from lightning_tricks.guards.saving.content import FreshScore, content, refusing_other_modules
-from lightning_tricks.guards.saving.finite import finite_buffers, not_finite, numbers_of
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 __all__ = ["SafeCheckpoint"]
@@ -133,9 +137,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
       position alone, as those of `TextData` and `TokenData` do, it is that run to the bit.
     - A checkpoint of another class or of other weights is refused by `fit` in one line.
 
-    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`. Under Lightning's own sharded
-    strategies, which write by themselves, the promises on kills and full disks are theirs, and only checkpoints of the
-    running process are counted and deleted.
+    Where the Trainer has Lightning's own CheckpointIO, it gets `AtomicCheckpointIO`.
 
     Args:
         dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
@@ -155,9 +157,9 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     Raises:
         UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
             be written, or in a bucket, or without symbolic links; a Trainer of the other Lightning package; another
-            CheckpointIO than AtomicCheckpointIO and Lightning's default; `monitor` is not logged; at a resume, a
-            checkpoint of another class or of other weights; at a save, another process that writes a checkpoint of the
-            same name.
+            CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's ModelParallelStrategy or
+            DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume, a checkpoint of another
+            class or of other weights; at a save, another process that writes a checkpoint of the same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -195,7 +197,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._resumes = True  # what is loaded; False: it is evaluated
         self._loggers_outdated = False  # there is a checkpoint that they do not know
         self._warn_once = WarnOnce()
-        self._finite_buffers: set[str] = set()  # names of the buffers that were finite when training began
         self._reserves = False  # host memory for the first save in the background, after the next step
 
     def _check_options(self) -> None:
@@ -220,6 +221,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     # ---- start and end
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a strategy that writes by itself, before any process is started."""
+        if stage == "fit":
+            refuse("SafeCheckpoint", trainer.strategy, "SafeCheckpoint:")
+
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
         if self not in trainer.checkpoint_callbacks:
@@ -228,6 +234,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
                 f"SafeCheckpoint: the Trainer is of {other}, and lightning_tricks builds on {BACKEND}, so the Trainer "
                 f"does not know it: import {other} before lightning_tricks, or set LIGHTNING_TRICKS_BACKEND={other}"
             )
+        self.check_run(trainer, None, stage)
         super().setup(trainer, pl_module, stage)
         if "://" in str(self.dirpath):
             raise UsageError(
@@ -309,7 +316,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._rng and not batch_progress(trainer).is_last_batch:  # else the next pass begins, with a draw of its own
             set_random_state_of(random_rank(trainer), self._rng)
         self._rng = None
-        self._finite_buffers = finite_buffers(pl_module)
         self._clock.start(trainer.global_step)
         self._reserves = self._io is not None and self._io.asynchronous and _savers_of(trainer)[0] is self
         begins = trainer.is_global_zero and self._is_new_run and not self._is_off(trainer)
@@ -359,7 +365,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self.every_n_minutes is not None and (logging_step(trainer) + 1) % every == 0:
             self._clock.due |= trainer.strategy.broadcast(self._clock.minutes_are_over())
         self._clock.due |= is_last_step(trainer)
-        if self._clock.due and not epoch_end_follows(trainer) and not validation_follows(trainer):
+        if self._clock.due and may_save(trainer):
             self._save(trainer)
         elif self._reserves:
             _reserve(self._io, trainer, pl_module)
@@ -371,7 +377,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             return
         self._score.after_validation(trainer)
         self._clock.due |= self._has_no_interval or is_last_step(trainer)
-        if self._clock.due and not is_accumulating(trainer) and not epoch_end_follows(trainer):
+        if self._clock.due and may_save(trainer):
             self.save_now(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -409,13 +415,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._saving = None
-        if trainer.is_global_zero and self._folder.last_finished != path and self._folder.has(path, record):
-            self._commit_foreign(trainer, path)
         self._update_loggers(trainer)
 
     def _new_record(self, trainer: Trainer, permanent: bool) -> Record:
-        numbers = numbers_of(trainer.lightning_module, self._finite_buffers)
-        weights = not_finite(numbers).to(trainer.strategy.root_device)
+        weights = not_finite(numbers_of(trainer.lightning_module)).to(trainer.strategy.root_device)
         finite = float(reduce_over_all(trainer.strategy, weights, "sum")) == 0
         if finite:
             self._warn_once.again("not finite")
@@ -434,11 +437,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
         A run that is stopped within a step, as by `max_time`, goes on from that step's start.
         """
-        rewind_to_step(checkpoint, trainer)
         if KEY not in checkpoint:
             saving = next((one._saving for one in _savers_of(trainer) if one._saving), None)
             checkpoint[KEY] = content(trainer, pl_module, saving or self._new_record(trainer, permanent=True))
-        save_random_states(checkpoint)
+        save_whole_step(checkpoint, trainer)
 
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""
@@ -455,17 +457,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         elif best:
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._loggers_outdated = True
-
-    def _commit_foreign(self, trainer: Trainer, path: Path) -> None:
-        """Do what a strategy that writes without the CheckpointIO leaves undone."""
-        self._folder.on_commit(path)
-        if record_or_none(path) is None:
-            self._warn_once(
-                "foreign",
-                f"SafeCheckpoint: {type(trainer.strategy).__name__} writes checkpoints without a record: a kill may "
-                "leave one incomplete, damage is not noticed, and checkpoints of earlier runs are neither counted nor "
-                "deleted",
-            )
 
     def _update_loggers(self, trainer: Trainer) -> None:
         """Tell loggers that upload checkpoints that there is a new one."""

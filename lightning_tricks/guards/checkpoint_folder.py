@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import rank_zero_warn
@@ -28,6 +28,7 @@ from lightning_tricks.checkpoints.write_file import fsync_path, is_locked, remov
 LAST = "last.ckpt"
 Records = Mapping[str, Record]  # by the name of the file or folder
 _PATTERN = "*.ckpt"
+_LOCK = threading.Lock()  # around changes of a folder, which the thread that writes makes too
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
 
 
@@ -138,10 +139,10 @@ def move_last(target: Path) -> None:
     fsync_path(last.parent)
 
 
-def _free_name(path: Path) -> Path:
-    """The path, with the first of -v1, -v2, ... that is not taken if it is."""
+def _free_name(path: Path, ours: Collection[str] = ()) -> Path:
+    """The path, with the first of -v1, -v2, ... that is not taken, or is one of ours, if it is."""
     versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
-    return next(free for free in itertools.chain([path], versions) if not os.path.lexists(free))
+    return next(new for new in itertools.chain([path], versions) if new.name in ours or not os.path.lexists(new))
 
 
 # ---- the folder
@@ -162,21 +163,9 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
-        self.records_of_this_process: dict[str, Record] = {}  # also where a strategy writes none into the file
-        self.last_finished: Path | None = None  # the newest checkpoint that was written or given up
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
         self._begun: dict[str, Record] = {}  # of the writes that have not finished
         self._retried: Path | None = None
-        self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the lock, which cannot be copied."""
-        state = dict(self.__dict__)
-        del state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
     def record(self, path: Path) -> Record | None:
         """The record of a checkpoint without its checksums; opens no file that is as it was when it was last asked."""
@@ -189,7 +178,6 @@ class CheckpointFolder:
         return self._known.get(path.name, (file, None))[1] if file else None
 
     def _know(self, path: Path, record: Record | None) -> None:
-        record = record or self.records_of_this_process.get(path.name)
         self._known[path.name] = identity(path), record and replace(record, checksums={})
 
     def records(self) -> dict[str, Record]:
@@ -236,29 +224,19 @@ class CheckpointFolder:
         older = ours.get(f"{name}.ckpt")
         if record.finite is False and older and older.finite:
             name += "-not-finite"
-        path, versions = self.path / f"{name}.ckpt", itertools.count(1)
-        while path.name not in ours and os.path.lexists(path):
-            path = self.path / f"{name}-v{next(versions)}.ckpt"
-        return path
-
-    def has(self, path: Path, record: Record) -> bool:
-        """Whether the checkpoint of a record has its name, and not an older one that it replaces in the background."""
-        found = self.record(path)
-        return path.exists() and (found is None or found.number == record.number)
+        return _free_name(self.path / f"{name}.ckpt", ours)
 
     def protect(self, path: Path) -> None:
-        """Keep a checkpoint, or the one of which it is a link or a copy, whatever its age."""
-        record = record_or_none(path)
-        same = replace(record, checksums={}) if record else None
-        alike = [name for name, other in self.records().items() if other == same]
-        self.protected = {name for name in alike if record_or_none(self.path / name) == record}  # to the checksums
+        """Keep a checkpoint, or the one to which a link leads, whatever its age."""
+        real = Path(os.path.realpath(path))
+        self.protected = {real.name} if real.parent == Path(os.path.realpath(self.path)) else set()
 
     def update(self) -> Records:
         """Move `last.ckpt` to the newest finite checkpoint, then delete what need not stay; returns this run's records.
 
         Idempotent. Called when a new checkpoint has its name, so that nothing is deleted before.
         """
-        with self._lock:
+        with _LOCK:
             records = self.records()
             ours = self.of_this_run(records)
             if name := last_of(records):
@@ -274,11 +252,10 @@ class CheckpointFolder:
 
     def begin(self, path: Path, record: Record) -> None:
         """This process is about to write a checkpoint, whose record then need not be read."""
-        self.records_of_this_process[path.name] = self._begun[path.name] = record
+        self._begun[path.name] = record
 
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
-        self.last_finished = path
         if begun := self._begun.get(path.name):
             self._know(path, begun)
             self._begun.pop(path.name, None)  # now that it is known: another thread may ask at any moment
@@ -295,9 +272,8 @@ class CheckpointFolder:
             self._retried = path
             rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
             return "retry"
-        self._retried, self.last_finished = None, path
+        self._retried = None
         self._begun.pop(path.name, None)
-        self.records_of_this_process.pop(path.name, None)
         newest = self.newest()
         rank_zero_warn(
             f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
@@ -327,7 +303,7 @@ class CheckpointFolder:
 
     def _make_room(self, new: Path) -> str | None:
         """Delete one checkpoint; returns its name, None where all must stay."""
-        with self._lock:
+        with _LOCK:
             records = self.records()
             if name := to_make_room(self.of_this_run(records), self.retention, self.protected | {new.name}):
                 move_last(self.path / (last_of(records) or name))  # it never leads to a deleted one
@@ -344,7 +320,6 @@ class CheckpointFolder:
             remove(staging_path(path))  # unfinished, by a killed save or deletion of the same checkpoint
             path = path.rename(staging_path(path))
         remove(path)
-        self.records_of_this_process.pop(name, None)
         self._known.pop(name, None)
 
 

@@ -1,28 +1,34 @@
 """What SafeCheckpoint adds to a Lightning checkpoint: its record, score, recipe, versions; and the check at a load.
 
-A checkpoint of another class, or of other weights, is refused before a fit goes on from it.
+A checkpoint of another class, or of other weights, is refused before a fit goes on from it. The record says whether the
+numbers of the module are finite.
 """
 
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
 
 import lightning_tricks
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.suggest import did_you_mean
+from lightning_tricks._core.tensors import local
 from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks.checkpoints.load_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record
 
 _COUNTS = {"epoch": "current_epoch", "step": "global_step"}  # always there, by the Trainer's attribute
+_RUNNING_STATISTICS = ("running_mean", "running_var")  # of every kind of batch and instance normalization
 _recipes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # YAML by SaveConfigCallback
 
 
@@ -34,12 +40,7 @@ def content(trainer: Trainer, module: Module, record: Record) -> dict[str, Any]:
     """
     fields = asdict(record)
     del fields["checksums"]
-    return {
-        "record": fields,
-        "recipe": recipe_of(trainer),
-        "versions": versions(),
-        "module": class_name(module),
-    }
+    return {"record": fields, "recipe": recipe_of(trainer), "versions": versions(), "module": class_name(module)}
 
 
 def class_name(module: Module) -> str:
@@ -159,3 +160,41 @@ class FreshScore:
         if self.monitor in _COUNTS:  # as ModelCheckpoint does, also where they are not logged
             return float(int(getattr(trainer, _COUNTS[self.monitor]) if value is None else value))
         return float(value) if value is not None and math.isfinite(value) else None
+
+
+# ---- whether the numbers of a module are finite, decided on their device
+
+
+def numbers_of(module: nn.Module) -> Iterator[Tensor]:
+    """What must be finite in a module: its parameters and running statistics. Masks may hold infinities by design."""
+    yield from module.parameters()
+    for name, buffer in module.named_buffers():
+        if name.rpartition(".")[2] in _RUNNING_STATISTICS:
+            yield buffer
+
+
+def not_finite(numbers: Iterable[Tensor]) -> Tensor:
+    """1.0 where one of this process's numbers is NaN or infinite, else 0.0; shape (), on their device.
+
+    Of a DTensor or of a weight that DeepSpeed has partitioned, the part on this rank counts; add the values of all
+    ranks.
+    """
+    # the largest absolute value: a norm that cannot overflow where no number is infinite, and that is NaN if one is NaN
+    norm = get_total_norm(_parts(numbers), norm_type=float("inf"))
+    return 1.0 - norm.isfinite().float()
+
+
+@torch.no_grad()
+def _parts(numbers: Iterable[Tensor]) -> list[Tensor]:
+    """The numbers on this rank, each as a real tensor; not those of one byte, nor of sparse and nested tensors."""
+    parts = []
+    for number in numbers:
+        if is_lazy(number):  # it has none yet
+            continue
+        part = local(getattr(number, "ds_tensor", number)).detach()
+        if part.is_nested or part.layout != torch.strided or part.itemsize == 1 or part.numel() == 0:
+            continue
+        part = torch.view_as_real(part) if part.is_complex() else part
+        if part.is_floating_point():
+            parts.append(part)
+    return parts

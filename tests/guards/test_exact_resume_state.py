@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulation
 from torch.utils.data import DataLoader
 
 from lightning_tricks import ExactResume, SafeCheckpoint
-from lightning_tricks.guards.exact_resume.left_out import NOT_EXACT, warn_of_other_callbacks
+from lightning_tricks.guards.exact_resume.extra_state import NOT_EXACT, warn_of_other_callbacks
 
 BATCHES, EPOCHS = 3, 3
 PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.0}
@@ -73,7 +73,7 @@ SAVERS = {
     "ModelCheckpoint": lambda folder: ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1),
     "SafeCheckpoint": lambda folder: SafeCheckpoint(folder, every_n_train_steps=1, keep_last=100),
 }
-PAIRS = [*((case, "ModelCheckpoint") for case in CASES), *((case, "SafeCheckpoint") for case in list(CASES)[::3])]
+PAIRS = [*((case, "ModelCheckpoint") for case in CASES), *((case, "SafeCheckpoint") for case in list(CASES)[:2])]
 
 
 def fit(case, saver, ckpt_path=None):
@@ -92,11 +92,11 @@ def fit(case, saver, ckpt_path=None):
 
 
 @pytest.mark.parametrize(("case", "saver"), PAIRS)
-def test_from_each_checkpoint_of_a_run_the_rest_is_the_same(tmp_path, case, saver):
+def test_from_the_checkpoints_of_two_epochs_the_rest_is_the_same(tmp_path, case, saver):
     unbroken, _ = fit(case, SAVERS[saver](tmp_path))
     checkpoints = sorted(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem[5:]))
     assert len(checkpoints) == unbroken["lrs"][-1][0] + 1
-    for checkpoint in checkpoints[:-1]:
+    for checkpoint in checkpoints[1:6]:  # in mid-epoch, at an epoch's end, and of the next one
         rest, _ = fit(case, SAVERS[saver](tmp_path / checkpoint.stem), ckpt_path=checkpoint)
         step = int(checkpoint.stem[5:])
         assert rest["lrs"] == unbroken["lrs"][step:], checkpoint

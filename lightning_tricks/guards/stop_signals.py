@@ -1,20 +1,29 @@
-"""Why and when a run has to stop: signals, its own time limit, the end of its SLURM job, which may be requeued."""
+"""Why and when a run has to stop: signals, its own time limit, the end of its SLURM job, which may be requeued.
+
+A DataLoader's workers outlive these signals: without them the running step could not be finished.
+"""
 
 import atexit
 import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from typing import Any
 
+from torch.utils.data._utils import worker
+
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.process import process_age
 
 MARGIN_FRACTION = 0.1  # of a SLURM job: a short job shall train as well
+_torch_loop = worker._worker_loop
+_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 SECOND_CTRL_C_SECONDS = 1.0  # a launcher may hand on the SIGINT that a terminal has sent to all processes already
 
 
@@ -147,3 +156,53 @@ def requeue(job: str) -> str:
         answer = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         return f"SLURM job {job} is not requeued ({answer}): {' '.join(command)}"
     return f"SLURM job {job} is requeued"
+
+
+# ---- the workers of a DataLoader
+
+
+@contextmanager
+def shielded_workers() -> Iterator[None]:
+    """Shield the workers that start inside the `with`, forked or spawned, of torch's loader and of torchdata's.
+
+    A terminal, torchrun and SLURM signal every process of a run. A worker that dies of it takes the run along: torch
+    raises "DataLoader worker is killed by signal" anywhere in the main process, and no batch comes any more.
+
+    They end when their loader ends them, or when the main process is gone. On systems without `sigwaitinfo`, such as
+    macOS, they are not shielded.
+    """
+    with ExitStack() as replacements:
+        if hasattr(signal, "sigwaitinfo"):
+            replacements.enter_context(replaced(worker, "_worker_loop", worker_loop))
+            if (stateful := sys.modules.get(_STATEFUL)) is not None:
+                replacements.enter_context(replaced(stateful, "_worker_loop", stateful_worker_loop))
+        yield
+
+
+def worker_loop(*args: Any) -> None:
+    """What a shielded worker runs. A function of a module, so that a spawned process finds it."""
+    _shield()
+    _torch_loop(*args)
+
+
+def stateful_worker_loop(*args: Any) -> None:
+    """The same for torchdata's StatefulDataLoader."""
+    from torchdata.stateful_dataloader.worker import _worker_loop
+
+    _shield()
+    _worker_loop(*args)
+
+
+def _shield() -> None:
+    """Block the signals in this process, and end it when its parent sends SIGTERM, as a loader does in the end."""
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for the threads that start later, too
+
+    def obey_parent() -> None:
+        while True:
+            info = signal.sigwaitinfo(signals)
+            if info.si_signo == signal.SIGTERM and info.si_pid == parent:
+                os._exit(0)  # torch's own handler for it does the same
+
+    threading.Thread(target=obey_parent, daemon=True, name="obey-parent").start()

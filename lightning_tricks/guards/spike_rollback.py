@@ -11,14 +11,14 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import FollowsRollback
-from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer import is_a, is_accumulating, logging_step, may_save
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.run_facts import samples_in_words, step_samples
-from lightning_tricks.guards.preemption.preemption import save
-from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
-from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector
-from lightning_tricks.guards.step_guard.step_guard import StepGuard, refuse_lbfgs
+from lightning_tricks.guards.earlier_states import SavedStates, SnapshotRing, folders_of
+from lightning_tricks.guards.outlier_window import SpikeDetector
+from lightning_tricks.guards.preemption import save
+from lightning_tricks.guards.step_guard import StepGuard, refuse_lbfgs
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
@@ -130,7 +130,7 @@ class SpikeRollback(pl.Callback):
         self._within_step = False
         self._begun: dict[int, int] = {}  # by logging step, `trainer.global_step` before it, of the steps not read yet
         self._read_up_to = -1  # logging step
-        self._has_begun = self._size_is_known = self._is_unsaved = False
+        self._has_begun = self._is_unsaved = False
 
     # ---- start
 
@@ -224,23 +224,17 @@ class SpikeRollback(pl.Callback):
             self._roll_back(trainer, pl_module)
         elif is_time and self._read_up_to == logging_step(trainer) and not self._detector.in_a_row:
             self._copy(trainer, pl_module)
-        if self._is_unsaved and not validation_follows(trainer):
+        if self._is_unsaved and may_save(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Save after a rollback, where a validation was due at its step: a resume would leave that one out."""
-        if self._is_unsaved and not trainer.sanity_checking and not is_accumulating(trainer):
+        if self._is_unsaved and may_save(trainer):
             self._save(trainer)
 
     def _copy(self, trainer: Any, pl_module: Any) -> None:
         self._copied_at = trainer.global_step
-        taken = self._ring.take(trainer, pl_module, _next_sample(trainer), self._detector.state_dict())
-        if taken and not self._size_is_known and any(optimizer.state for optimizer in trainer.optimizers):
-            self._size_is_known = True
-            rank_zero_info(
-                f"SpikeRollback: a copy of weights and optimizer takes {taken.state.size / 2**30:.3g} GiB of each "
-                f"process's host memory, and keep_snapshots={self.keep_snapshots} of them stay"
-            )
+        self._ring.take(trainer, pl_module, _next_sample(trainer), self._detector.state_dict())
 
     # ---- rollback
 
@@ -303,8 +297,10 @@ class SpikeRollback(pl.Callback):
     # ---- end, checkpoints
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Drop micro-batches that no optimizer step followed."""
+        """Drop micro-batches that no optimizer step followed; save after a rollback at the epoch's last step."""
         self._within_step = False
+        if self._is_unsaved:
+            self._save(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Free the copies."""

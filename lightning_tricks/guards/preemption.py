@@ -4,12 +4,11 @@ import atexit
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,25 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._host.exit import end_children
 from lightning_tricks._trainer import (
     batch_progress,
     dismiss_process_observer,
-    epoch_end_follows,
     hook_at_epoch_end,
     is_accumulating,
     is_restarting,
-    last_saved_step,
     launched_processes,
+    may_save,
     signal_connector,
     sigterm_broadcast,
     slurm_checkpoint,
     slurm_environment,
-    validation_follows,
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.checkpoints.record import record_or_none
 from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place
-from lightning_tricks.guards.preemption.loader_workers import shielded_workers
-from lightning_tricks.guards.preemption.stop_signals import Reason, StopSignals, deadline, job_id, requeue
+from lightning_tricks.guards.stop_signals import Reason, StopSignals, deadline, job_id, requeue, shielded_workers
 
 __all__ = ["Preemption"]
 
@@ -161,7 +158,7 @@ class Preemption(pl.Callback):
         if self._ranks is None or self._is_within_step(trainer):
             return
         self._reason = Reason(self._ranks.later(self._asked()))
-        if self._reason and not epoch_end_follows(trainer) and not validation_follows(trainer):
+        if self._reason and may_save(trainer):
             self._save_if_asked(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -170,7 +167,7 @@ class Preemption(pl.Callback):
             return
         if not self._reason:
             self._reason = Reason(self._ranks.now(self._asked()))
-        if not epoch_end_follows(trainer):
+        if may_save(trainer):
             self._save_if_asked(trainer)
 
     def _is_within_step(self, trainer: Any) -> bool:
@@ -232,7 +229,7 @@ class Preemption(pl.Callback):
         self._ranks.barrier()
         dismiss_process_observer()
         if children := launched_processes(trainer):
-            atexit.register(_end_all, children)
+            atexit.register(end_children, children, _CHILDREN_SECONDS)
         self._signals.ignore_at_exit()
         if trainer.is_global_zero:
             self._print_end(trainer)
@@ -296,15 +293,6 @@ def _requeue_signal(trainer: Any) -> int:
 
 def _signals_of(trainer: Any) -> dict[int, Reason]:
     return {_requeue_signal(trainer): Reason.REQUEUE, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.CTRL_C}
-
-
-def _end_all(processes: list[subprocess.Popen]) -> None:
-    """Wait for processes to end, and kill any that hangs."""
-    until = time.monotonic() + _CHILDREN_SECONDS
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, until - time.monotonic()))
-        process.kill()
 
 
 # ---- the ranks agree to stop
@@ -380,9 +368,6 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
             path = path or getattr(callback, "last_model_path", None) or trainer.ckpt_path or ""
             return str(trainer.strategy.broadcast(str(path)))
     saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
-    if saver is not None and last_saved_step(saver) == trainer.global_step > 0 and saver.save_last:
-        wait_for_write(trainer)
-        return str(saver.last_model_path)
     folder = str(saver.dirpath if saver is not None else trainer.default_root_dir)
     path = os.path.join(folder, LAST)
     if saver is not None:

@@ -1,206 +1,27 @@
-"""What EMA and TailAverage share: the arithmetic, the exchange with the weights, and when an average does what."""
+"""EMA and TailAverage keep an average of the weights beside them, and validate with it."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks._trainer import around_saves
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.averages import AVERAGES, MEAN
+from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap
 from lightning_tricks.parallel.shard import drop_gathered
 
-_RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
-_BUCKET_BYTES = 256 << 20  # bound of the fp32 copies of weights of another dtype
-_CHUNK = 16 << 20  # elements that are exchanged at a time
+__all__ = ["EMA", "TailAverage"]
 
-
-class AveragedWeights:
-    """A module's trained weights, and what averages of them need.
-
-    The weights are the parameters that are trained, and the running statistics of batch norm. An average is a list of
-    tensors, one for each weight: of a weight in shards, this process's shard. All arithmetic is element by element, so
-    no process waits for another. Averages of bf16 and fp16 weights are in fp32: with a decay of 0.999 an update is
-    smaller than half the spacing of bf16, and would be rounded away. Those of complex weights are of real and imaginary
-    parts, one dimension more; in a checkpoint they are complex.
-
-    Args:
-        module: with its weights where they are trained; a module that FSDP2 has sharded must not be gathered.
-        averaged: names of parameters that an average has already, though they may be frozen now.
-
-    Attributes:
-        module: the module.
-        tensors: its weights.
-        names: all names of each weight, without the prefixes of wrappers; tied weights have several.
-    """
-
-    def __init__(self, module: nn.Module, averaged: Collection[str] = ()) -> None:
-        self.module = module
-        self.names: list[list[str]] = []
-        self.tensors: list[Tensor] = []
-        self.find(averaged)
-
-    def find(self, averaged: Collection[str] = ()) -> int:
-        """Add the weights that are trained now and were not before, behind the others; returns their number."""
-        known, known_names = set(self.tensors), {name for own in self.names for name in own}
-        parameters = self.module.named_parameters(remove_duplicate=False)
-        buffers = self.module.named_buffers(remove_duplicate=False)
-        trained = [(name, one) for name, one in parameters if one.requires_grad or clean_name(name) in averaged]
-        statistics = [(name, buffer) for name, buffer in buffers if name.endswith(_RUNNING_STATISTICS)]
-        names: dict[Tensor, list[str]] = {}
-        for full_name, tensor in [*trained, *statistics]:
-            name, has_mean = clean_name(full_name), tensor.is_floating_point() or tensor.is_complex()
-            if has_mean and tensor not in known and name not in known_names:
-                names.setdefault(tensor, []).append(name)
-        self.names += names.values()
-        self.tensors += names
-        self._buckets = list(_buckets(self.tensors))
-        return len(names)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one average on this process."""
-        return sum(values(tensor).numel() * _wide(tensor.dtype).itemsize for tensor in self.tensors)
-
-    @torch.no_grad()
-    def copies(self, number: int = 0) -> list[Tensor]:
-        """A first average: the weights as they are; of the last `number` of them, 0 for all."""
-        return [values(tensor).to(_wide(tensor.dtype), copy=True) for tensor in self.tensors[-number:]]
-
-    @torch.no_grad()
-    def move(self, average: Sequence[Tensor], weight: float) -> None:
-        """Set `average` to (1 - weight) * average + weight * weights. Does not wait for the device."""
-        for bucket in self._buckets:
-            own = [average[index] for index in bucket]
-            current = [values(self.tensors[index]).to(own[0].dtype) for index in bucket]  # no copy of the same dtype
-            if weight == 1:
-                torch._foreach_copy_(own, current)  # also over NaN
-            else:
-                torch._foreach_lerp_(own, current, weight)
-
-    @torch.no_grad()
-    def by_name(self, average: Sequence[Tensor]) -> dict[str, Tensor]:
-        """An average as a checkpoint holds it: under each name of the weight, in shards where the weight is."""
-        triples = zip(self.names, self.tensors, average, strict=True)
-        return {
-            name: sharded_like(tensor, torch.view_as_complex(own) if tensor.is_complex() else own)
-            for names, tensor, own in triples
-            for name in names
-        }
-
-    @torch.no_grad()
-    def load(self, saved: Mapping[str, Tensor], path: Any) -> list[Tensor]:
-        """An average of a checkpoint, of which each process takes its shards.
-
-        Raises:
-            UsageError: the first weight of which the checkpoint has no average, or one of another shape.
-        """
-        average = []
-        for (name, *_), tensor in zip(self.names, self.tensors, strict=True):
-            value = saved.get(name)
-            if value is None or value.shape != tensor.shape:
-                there = "none" if value is None else f"one of shape {tuple(value.shape)}"
-                raise UsageError(
-                    f"ckpt_path={path}: it should have an average of '{name}' {tuple(tensor.shape)}, which is trained "
-                    f"here, and has {there}: resume with the module that was saved, or start anew with --init_from"
-                )
-            if isinstance(tensor, DTensor) and not isinstance(value, DTensor):  # every rank has read the whole
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            own = torch.empty_like(values(tensor), dtype=_wide(tensor.dtype), requires_grad=False)
-            average.append(own.copy_(values(value)))
-        return average
-
-
-def values(tensor: Tensor) -> Tensor:
-    """This process's numbers of a weight as a plain tensor, in the same memory. Call it without gradients."""
-    part = local(tensor)
-    if hasattr(part, "__tensor_flatten__"):  # torchao's wrapper of a weight that is gathered in fp8
-        names, _ = part.__tensor_flatten__()
-        if len(names) == 1:
-            return getattr(part, names[0])
-    return torch.view_as_real(part) if part.is_complex() else part
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of weights of one device and dtype; where they are copied to fp32, no more than fit in the bound."""
-    groups: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
-    for index, tensor in enumerate(tensors):
-        part, key = local(tensor), (local(tensor).device, tensor.dtype)
-        size = 4 * part.numel() if tensor.dtype != _wide(tensor.dtype) else 0
-        if groups.get(key) and sizes[key] + size > _BUCKET_BYTES:
-            yield groups.pop(key)
-            sizes[key] = 0
-        groups.setdefault(key, []).append(index)
-        sizes[key] = sizes.get(key, 0) + size
-    yield from groups.values()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-class Swap:
-    """Writes an average into the memory of the weights, and the weights back, to the bit.
-
-    Where both have one dtype, the two exchange their contents, and no third copy is made. bf16 weights are copied for
-    as long as the average is in place.
-
-    Args:
-        weights: what is averaged.
-        average: of them.
-    """
-
-    def __init__(self, weights: AveragedWeights, average: Sequence[Tensor]) -> None:
-        self._owner, self._average = weights, average
-        self._weights: list[Tensor] = []
-        self._copies: list[Tensor] = []  # of the weights
-        self._exchanged = 0  # number of weights that have changed places with their average
-
-    @torch.no_grad()
-    def enter(self) -> None:
-        """Put the average in place."""
-        drop_gathered(self._owner.module)
-        self._weights = [values(tensor) for tensor in self._owner.tensors]
-        if all(one.dtype == other.dtype for one, other in zip(self._weights, self._average, strict=True)):
-            for index in range(self._exchanged, len(self._average)):
-                _exchange(self._weights[index], self._average[index])
-                self._exchanged += 1
-            return
-        with torch.inference_mode(False):  # the copies outlive a validation that ends with an exception
-            self._copies = [weight.clone() for weight in self._weights]
-        for weight, mean in zip(self._weights, self._average, strict=True):
-            weight.copy_(mean)
-
-    @torch.no_grad()
-    def leave(self) -> None:
-        """Put the weights back, as far as they are not in their place."""
-        drop_gathered(self._owner.module)
-        while self._exchanged:
-            self._exchanged -= 1
-            _exchange(self._weights[self._exchanged], self._average[self._exchanged])
-        for weight, copy in zip(self._weights, self._copies, strict=False):
-            weight.copy_(copy)
-        self._copies = []
-
-
-def _exchange(one: Tensor, other: Tensor) -> None:
-    """Let two tensors of one dtype change their contents."""
-    whole = not (one.is_contiguous() and other.is_contiguous())
-    parts = [(one, other)] if whole else zip(one.view(-1).split(_CHUNK), other.view(-1).split(_CHUNK), strict=True)
-    for here, there in parts:
-        copy = here.clone()
-        here.copy_(there)
-        there.copy_(copy)
+DECAY = 0.999
+_RUNNING = "running"
 
 
 class WeightAverage(pl.Callback):
@@ -281,11 +102,14 @@ class WeightAverage(pl.Callback):
         """Begin the average, or go on with the one of the checkpoint."""
         self._trainer = trainer
         saved, self._loaded = self._loaded, None
-        if lazy := next((key for key, param in pl_module.named_parameters() if is_lazy(param)), None):
-            raise UsageError(
-                f"{type(self).__name__}: {lazy} has no size yet (a lazy module): send one batch through the module in "
-                "its constructor or in configure_model"
-            )
+        for key, parameter in pl_module.named_parameters():
+            if is_lazy(parameter):
+                raise UsageError(
+                    f"{type(self).__name__}: {key} has no size yet (a lazy module): send one batch through the module "
+                    "in its constructor or in configure_model"
+                )
+            if parameter.is_complex() and parameter.requires_grad:
+                raise UsageError(f"{type(self).__name__}: {key} is complex: hold its two parts in real parameters")
         if saved is not None:
             self._restore(trainer, pl_module, saved)
         else:
@@ -444,3 +268,188 @@ class WeightAverage(pl.Callback):
         if not trainer.sanity_checking and self.validate:
             in_place = self.weights is not None and self.weights.module is module
             module.log(f"{stage}/{self.NAME}_share", 1.0 if in_place else 0.0, sync_dist=True)
+
+
+def decay_at(update: int, decay: float, warmup: bool) -> float:
+    """The decay of update number `update`, counted from 0.
+
+    With `warmup` it is min(decay, (1 + update) / (10 + update)): 0.1 at the first update, `decay` from update
+    (10 * decay - 1) / (1 - decay) on, which is 8,990 for 0.999.
+
+    Source: `num_updates` of https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage
+    """
+    return min(decay, (1 + update) / (10 + update)) if warmup else decay
+
+
+class EMA(WeightAverage):
+    """Keeps an exponential moving average of the weights, and has validation, test and predict use it; training itself
+    stays as it is to the bit.
+
+    After each optimizer step: average = decay * average + (1 - decay) * weights. The average begins as the weights
+    before the first step. Where the weights are in shards (`FSDP2Strategy`), each process averages its own; nothing is
+    gathered. Averages of bf16 weights are in fp32. Weights that a finetuning unfreezes at the start of an epoch, as
+    BackboneFinetuning does, are averaged from then on. A step that a guard has skipped leaves the weights unchanged;
+    the average takes in the same weights once more, which does no harm.
+
+    At the start of a validation the average and the weights change places, in the same memory, and at its end, or after
+    an exception, they change back. `val/ema_share` tells that the other metrics of this validation are of the average:
+    it is 1, and 0 where there was no average.
+
+    Checkpoints hold the weights that are trained as `state_dict`, whenever they are saved, and the average beside them
+    as `averages`. A resumed run goes on with it to the bit, also in folders of shards and with another number of
+    processes. `generate --average ema`, `load_weights(..., average="ema")`, `InitFrom` and
+    `LanguageModel.load_from_checkpoint` take it in place of the weights. A checkpoint of weights alone lacks it.
+
+    Args:
+        decay: share of the average that stays at each step. 0.999, as in Lightning's EMAWeightAveraging and in torch.
+        horizon_steps: another way to give the decay: 1 - 1 / horizon_steps. An old step has lost half of its share
+            after 0.69 * horizon_steps steps.
+        warmup: begin with a small decay, so that the first weights are soon forgotten, see `decay_at`.
+        validate: whether validation, test and predict use the average; if not, it is kept and saved only.
+
+    Raises:
+        UsageError: an option out of range; both `decay` and `horizon_steps`; DeepSpeed, FSDP1 or Lightning's
+            ModelParallelStrategy; two of them in one Trainer, or beside a TailAverage if both validate; at a resume,
+            an average of other weights.
+
+    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046; `horizon_steps` is TAU in
+        https://github.com/KellerJordan/modded-nanogpt/pull/325.
+    """
+
+    NAME: ClassVar[str] = "ema"
+
+    def __init__(
+        self,
+        decay: float = DECAY,
+        horizon_steps: float | None = None,
+        warmup: bool = True,
+        validate: bool = True,
+    ) -> None:
+        if not 0 < decay < 1:
+            raise UsageError(f"EMA: decay={decay}: give a number between 0 and 1, such as 0.999")
+        if horizon_steps is not None and not 1 < horizon_steps < math.inf:
+            raise UsageError(f"EMA: horizon_steps={horizon_steps}: give a finite number above 1")
+        if horizon_steps is not None and decay != DECAY:
+            raise UsageError(f"EMA: decay={decay} and horizon_steps={horizon_steps} say the same: give one of them")
+        super().__init__(validate)
+        self.decay = decay if horizon_steps is None else 1 - 1 / horizon_steps
+        self.horizon_steps, self.warmup = horizon_steps, warmup
+        self._updates = 0  # of the average
+
+    def begin(self) -> None:
+        """Begin with the weights as they are."""
+        assert self.weights is not None
+        self.terms, self._updates = {MEAN: self.weights.copies()}, 0
+
+    def advance(self, trainer: Any) -> None:
+        """Move towards the weights."""
+        assert self.weights is not None
+        self.weights.move(self.terms[MEAN], 1 - decay_at(self._updates, self.decay, self.warmup))
+        self._updates += 1
+
+    def progress(self) -> dict[str, Any]:
+        """The steps and updates so far."""
+        return {**super().progress(), "updates": self._updates}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        super().load_progress(progress)
+        self._updates = progress["updates"]
+
+
+def window_end(step: int, max_steps: int, horizon_steps: int) -> int:
+    """The end of the window in which a step lies, after it: windows end at `max_steps`, and every horizon before it.
+
+    Args:
+        step: number of optimizer steps done.
+        max_steps: the run's last step; -1 or 0 where it has none, then windows are counted from step 0.
+        horizon_steps: of a window.
+    """
+    return step + ((max(max_steps, 0) - step) % horizon_steps or horizon_steps)
+
+
+class TailAverage(WeightAverage):
+    """Keeps the mean of the weights over the last steps, and has validation, test and predict use it; training itself
+    stays as it is to the bit.
+
+    The steps are divided into windows of `horizon_steps`, the last of which ends with `max_steps`. The average is the
+    mean over all steps of the last whole window; before the end of the first one it is the mean since the start. Memory
+    is that of two averages, whatever the horizon.
+
+    Where the run's end moves, as in a resume with another `max_steps`, the running window ends with a window of the new
+    end: it is between half a window and one and a half, unless the run ends before that.
+
+    Everything else is as in `EMA`: shards, fp32, exchange in place, checkpoints, `val/tail_average_share`. Its name in
+    `generate --average` is `tail_average`.
+
+    Args:
+        horizon_steps: optimizer steps of a window, as `trainer.global_step` counts them; 500 is that of the source. For
+            long runs about one percent of the steps.
+        every_n_steps: steps between two weights that are taken in; a divisor of `horizon_steps`.
+        validate: whether validation, test and predict use the average; if not, it is kept and saved only.
+
+    Raises:
+        UsageError: an option out of range; otherwise see `EMA`.
+
+    Source: `WeightAverager` of https://github.com/epfml/schedules-and-scaling, for Haegele et al. 2024,
+        https://arxiv.org/abs/2405.18392 (windows of 500 steps); Sanyal et al. 2023, https://arxiv.org/abs/2306.03241.
+    """
+
+    NAME: ClassVar[str] = "tail_average"
+
+    def __init__(self, horizon_steps: int = 500, every_n_steps: int = 1, validate: bool = True) -> None:
+        if horizon_steps < 1:
+            raise UsageError(f"TailAverage: horizon_steps={horizon_steps}: give at least 1")
+        if every_n_steps < 1 or horizon_steps % every_n_steps:
+            raise UsageError(
+                f"TailAverage: every_n_steps={every_n_steps} does not divide horizon_steps={horizon_steps}: give a "
+                "divisor"
+            )
+        super().__init__(validate)
+        self.horizon_steps, self.every_n_steps = horizon_steps, every_n_steps
+        self._taken = self._windows = 0  # weights in the running window, windows that have ended
+        self._begun = self._end = 0  # steps at which the running window begins and ends; no end is known yet
+
+    def begin(self) -> None:
+        """Begin with the weights as they are, which count until the first are taken in."""
+        assert self.weights is not None
+        self.terms = {MEAN: self.weights.copies(), _RUNNING: self.weights.copies()}
+        self._taken = self._windows = self._end = 0
+        self._begun = self.step
+
+    def advance(self, trainer: Any) -> None:
+        """Take in the weights if it is their turn, and end the window where it ends."""
+        assert self.weights is not None
+        self._plan(trainer.max_steps)
+        here = trainer.global_step
+        if (here - self._end) // self.every_n_steps == (self.step - self._end) // self.every_n_steps:
+            return
+        self._taken += 1
+        for kind in (_RUNNING, *([] if self._windows else [MEAN])):
+            self.weights.move(self.terms[kind], 1 / self._taken)
+        if here >= self._end:
+            self.terms = {MEAN: self.terms[_RUNNING], _RUNNING: self.terms[MEAN]}
+            self._begun, self._taken, self._windows = self._end, 0, self._windows + 1
+            self._end = window_end(here, trainer.max_steps, self.horizon_steps)
+
+    def _plan(self, max_steps: int) -> None:
+        """Let the running window end with one of the run's windows, wherever the run's end is now."""
+        end = window_end(self.step, max_steps, self.horizon_steps)
+        if self._end == 0:
+            self._end = end
+        if (end - self._end) % self.horizon_steps == 0:
+            return
+        if 2 * (end - self._begun) < self.horizon_steps and (max_steps <= 0 or end < max_steps):
+            end += self.horizon_steps
+        self._end = end
+
+    def progress(self) -> dict[str, Any]:
+        """The steps, weights and windows so far."""
+        window = {"begun": self._begun, "end": self._end}
+        return {**super().progress(), "taken": self._taken, "windows": self._windows, **window}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        super().load_progress(progress)
+        self._taken, self._windows = progress["taken"], progress["windows"]
+        self._begun, self._end = progress["begun"], progress["end"]
