@@ -50,10 +50,6 @@ def test_a_gpu_is_fast_from_ampere_on_and_is_not_measured(monkeypatch, ratio, ca
     assert (plugin.choice, plugin.state_dict()) == (None, {})
 
 
-def test_other_devices_stay_in_fp32():
-    assert not has_fast_bf16("mps")
-
-
 class Clock:
     """Seconds of each product by its type and the number of threads; the first of each is ten times as long."""
 
