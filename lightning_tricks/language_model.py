@@ -161,7 +161,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Refuse a run that could not train, or data of other sizes, before the data are prepared."""
         super().check_run(trainer, datamodule, stage)
         self._check_sizes(datamodule)
-        self._check_memory(trainer, datamodule, stage)
+        self._check_memory(trainer, stage)
         if stage != "fit":
             return
         with suppress(RuntimeError):  # a fused optimizer takes no parameters without data; a UsageError passes
@@ -174,8 +174,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         module.base_shapes = self.base_shapes  # for muP
         return module
 
-    def _check_memory(self, trainer: Any, data: Any, stage: str) -> None:
-        """Refuse a model or batch that would not fit even in 16 bits, with nothing but weights, gradients and rows."""
+    def _check_memory(self, trainer: Any, stage: str) -> None:
+        """Refuse a model whose weights and gradients alone would not fit even in 16 bits."""
         count = matmul_parameters(self.config)
         needed = (4 if stage == "fit" else 2) * count
         there = trainer.num_nodes * host_bytes()
@@ -186,12 +186,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             raise UsageError(
                 f"model.decoder: {sizes}: its {count:,} weights take at least {needed / 2**30:,.0f} GiB, and there are "
                 f"{there / 2**30:,.0f} GiB: make it smaller, or take more devices"
-            )
-        rows, length = getattr(data, "micro_batch_size", 0), getattr(data, "seq_len", 0)
-        if (inputs := 2 * rows * length * self.config.d_model) > there:
-            raise UsageError(
-                f"data.micro_batch_size={rows}, data.seq_len={length}: the input of one layer takes "
-                f"{inputs / 2**30:,.0f} GiB, and there are {there / 2**30:,.0f} GiB: make it smaller"
             )
 
     def _check_sizes(self, data: Any) -> None:

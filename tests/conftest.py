@@ -53,7 +53,7 @@ def _refuse_starts(event: str, args: tuple[Any, ...]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Only a test that is marked `long` or `pages` starts processes."""
     global may_start
-    may_start = any(item.get_closest_marker(name) for name in ("long", "pages"))
+    may_start = any(map(item.get_closest_marker, ("long", "pages")))
     try:
         return (yield)
     finally:

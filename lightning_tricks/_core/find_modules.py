@@ -71,6 +71,14 @@ def bound_to_buffers(module: nn.Module) -> list[nn.Parameter]:
     return found if by_statistics or by_hook or by_parametrization else []
 
 
+def check_pattern(pattern: str, option: str) -> None:
+    """Refuse a pattern that is no regular expression; `option` names it to the user."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{option}: pattern {pattern!r} is no regular expression: {error}") from None
+
+
 def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:
     """The submodules whose whole name one of `patterns`, regular expressions, matches.
 
@@ -80,10 +88,8 @@ def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> di
     modules = named_submodules(module)
     chosen: set[str] = set()
     for pattern in patterns:
-        try:
-            names = {name for name in modules if re.fullmatch(pattern, name)}
-        except re.error as error:
-            raise UsageError(f"{option}: pattern {pattern!r} is no regular expression: {error}") from None
+        check_pattern(pattern, option)
+        names = {name for name in modules if re.fullmatch(pattern, name)}
         if not names:
             example = next(iter(find_blocks(module)), "model")
             raise UsageError(f"{option}: pattern {pattern!r} matches no submodule: give whole names such as {example}")

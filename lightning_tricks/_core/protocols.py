@@ -101,3 +101,10 @@ class StepsInBatches(Protocol):
     """An optimizer whose temporary memory `plan` foretells."""
 
     steps_in_batches: bool  # whether it is that of one batch of weights, as Muon's, and not of all weights
+
+
+@runtime_checkable
+class KnowsMuPRule(Protocol):
+    """An optimizer for MuP, whose learning rates follow a known rule."""
+
+    mup_rule: Any  # `adam`, `sgd` or `muon`

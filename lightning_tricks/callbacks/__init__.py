@@ -23,14 +23,14 @@ from lightning_tricks.monitors.goodput_monitor import GoodputMonitor as GoodputM
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from lightning_tricks.monitors.lr_monitor import LRMonitor as LRMonitor
 from lightning_tricks.monitors.memory_monitor import MemoryMonitor as MemoryMonitor
-from lightning_tricks.monitors.mfu.mfu_monitor import MFUMonitor as MFUMonitor
+from lightning_tricks.monitors.mfu_monitor import MFUMonitor as MFUMonitor
 from lightning_tricks.monitors.precision_monitor import PrecisionMonitor as PrecisionMonitor
-from lightning_tricks.monitors.run_ledger.run_ledger import RunLedger as RunLedger
+from lightning_tricks.monitors.run_ledger import RunLedger as RunLedger
 from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard as TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor
 from lightning_tricks.outputs.branch_lineage import BranchLineage as BranchLineage
 from lightning_tricks.outputs.compression_baseline import CompressionBaseline as CompressionBaseline
-from lightning_tricks.outputs.lm_eval.lm_eval import LMEval as LMEval
+from lightning_tricks.outputs.lm_eval import LMEval as LMEval
 from lightning_tricks.outputs.prediction_writer import PredictionWriter as PredictionWriter
 from lightning_tricks.outputs.sample_text import SampleText as SampleText

@@ -46,9 +46,8 @@ def rules_of(rules: Any) -> list[ParamRule | LayerwiseLRDecay] | None:
     for rule in rules if isinstance(rules, list | tuple) else [None]:
         name = rule.get("class_path") if isinstance(rule, dict) else None
         found.append(from_plain(rule, kinds.get(str(name), ParamRule), "param_rules"))
-        if not isinstance(found[-1], tuple(kinds.values())):
-            wrong = rules if rule is None else rule
-            raise UsageError(f"param_rules={shown(wrong)}: give a list of {' and '.join(kinds)} objects")
+        if not isinstance(found[-1], ParamRule | LayerwiseLRDecay):
+            raise UsageError(f"param_rules={shown(rule or rules)}: give a list of {' and '.join(kinds)} objects")
     return found
 
 

@@ -39,7 +39,7 @@ from lightning_tricks.optim import (
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
 from lightning_tricks.optim.keep_settings_on_load import parts_of
-from lightning_tricks.optim.limits import Place, refuse_limits
+from lightning_tricks.optim.limits import Where, refuse_limits
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
 
 __all__ = ["OptimizerMixin"]
@@ -151,11 +151,6 @@ class OptimizerMixin(Mixin):
         _refuse_for_run(optimizer, self.trainer, self)
         _refuse_finetuning(self.trainer)
         for part in parts_of(optimizer):
-            if getattr(part, "consume_grad", False):  # as heavyball's do by default
-                rank_zero_info(
-                    f"{type(part).__name__} clears each gradient in its step (consume_grad): monitors read them before "
-                    "it; a hook of yours that comes after the step finds None"
-                )
             if isinstance(part, Muon) and self.automatic_optimization:  # else gradients may differ in a step
                 part.replicas = equal_replicas(self.trainer)
         self._optimizer_class = _name_of(optimizer)
@@ -169,7 +164,11 @@ class OptimizerMixin(Mixin):
             ScheduleLength.attach_to(self.trainer)
             return {"optimizer": optimizer}
         schedule = self.schedule or WarmupConstant(warmup_steps=0)
-        scheduler = _schedule_lr(self.trainer, optimizer, schedule, lrs, decays)
+        ScheduleLength.attach_to(self.trainer)
+        total = self.trainer.max_steps
+        length_follows = total < 0 and _by_epochs(self.trainer)
+        with _naming_option(self.trainer, total):
+            scheduler = ScheduleLR(optimizer, schedule, None if length_follows else total, lrs, decays, length_follows)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -256,7 +255,7 @@ def _curves_of_groups(
 
 def _refuse_for_run(optimizer: torch.optim.Optimizer, trainer: Any, module: Any) -> None:
     """Refuse an optimizer that is known not to work with the Trainer's strategy or precision, or with the module."""
-    layout, places = weights_layout(trainer.strategy), list[Place]()
+    layout, places = weights_layout(trainer.strategy), list[Where]()
     if layout != "whole":
         places.append("shards" if layout in ("shards", "foreign shards") else "flat parameters")
     if is_a(trainer.precision_plugin, "BF16True"):
@@ -313,8 +312,6 @@ class ScheduleLength(pl.Callback):
             if not isinstance(scheduler, ScheduleLR):
                 continue
             if scheduler.length_follows or scheduler.total_steps != total:
-                if total is None:
-                    _refuse_unknown_length(trainer, trainer.lightning_module, scheduler.curves)
                 with _naming_option(trainer, total):
                     scheduler.set_total_steps(total)
             # not by its step: it is 0 also in a checkpoint of a run whose steps have all overflowed in fp16
@@ -360,36 +357,9 @@ def _naming_option(trainer: Any, total: int | None) -> Iterator[None]:
     except UsageError as error:
         if planner is not None:
             raise UsageError(f"total_tokens={planner.total_tokens} makes {total} steps: {error}") from None
-        if total != trainer.max_steps:
+        if total is not None and total != trainer.max_steps:
             raise UsageError(f"trainer.max_epochs={trainer.max_epochs} makes {total} steps: {error}") from None
         raise
-
-
-def _refuse_unknown_length(trainer: Any, module: Any, curves: Sequence[Schedule]) -> None:
-    """Refuse a number of epochs whose steps cannot be known, where a curve needs the length of the run."""
-    where = "where the training loader has no length" if module.automatic_optimization else "with manual optimization"
-    for curve in curves:
-        if curve.needs_total:
-            raise UsageError(
-                f"{type(curve).__name__} needs the length of the run, which trainer.max_epochs={trainer.max_epochs} "
-                f"does not tell {where}: set trainer.max_steps"
-            )
-
-
-def _schedule_lr(
-    trainer: Any,
-    optimizer: Any,
-    schedule: Schedule,
-    group_schedules: Sequence[Schedule | None],
-    decay_schedules: Sequence[Schedule | None],
-) -> ScheduleLR:
-    """The scheduler of a run, whose length is set when training starts; see `ScheduleLR`."""
-    ScheduleLength.attach_to(trainer)
-    curves = group_schedules, decay_schedules
-    with _naming_option(trainer, trainer.max_steps):
-        if _by_epochs(trainer) and trainer.max_steps < 0:
-            return ScheduleLR(optimizer, schedule, None, *curves, length_follows=True)
-        return ScheduleLR(optimizer, schedule, trainer.max_steps, *curves)
 
 
 def _check_length(trainer: Any, datamodule: Any, module: Any, curves: Sequence[Schedule]) -> None:
@@ -399,9 +369,8 @@ def _check_length(trainer: Any, datamodule: Any, module: Any, curves: Sequence[S
         steps = planner.planned_steps(trainer, datamodule)
     elif steps < 0 and _by_epochs(trainer):
         steps = None
-        if not module.automatic_optimization:
-            _refuse_unknown_length(trainer, module, curves)
-    for curve in curves if steps is not None else ():
+    length_follows = steps is None and module.automatic_optimization
+    for curve in () if length_follows else curves:
         with _naming_option(trainer, steps):
             curve.check(steps)
 

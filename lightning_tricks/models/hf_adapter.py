@@ -45,6 +45,11 @@ _GPT2 = {
     "blocks.{i}.mlp.up": "transformer.h.{i}.mlp.c_fc",
     "blocks.{i}.mlp.down": "transformer.h.{i}.mlp.c_proj",
 }
+_LLAMA_SIZES = {
+    "vocab_size": "vocab_size", "d_model": "hidden_size", "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings", "ffn_width": "intermediate_size",
+}  # fmt: skip
+_GPT2_SIZES = {"vocab_size": "vocab_size", "d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head"}
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2's layers whose matrix is kept as (in, out)
 _LARGEST = 1 << 24  # of a size in config.json: above all models that there are, and a product of two is no overflow
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
@@ -125,12 +130,14 @@ def hf_family(config: DecoderConfig) -> HFFamily:
     """
     if isinstance(config, GPT2):
         family = _FAMILIES["gpt2"]
-        if config.activation not in family.activations:
-            raise _inexpressible("GPT-2", f"activation={config.activation}", " or ".join(family.activations))
-        if config.kv_heads != config.n_heads:
-            raise _inexpressible("GPT-2", f"n_kv_heads={config.n_kv_heads}", "as many as n_heads")
-        if config.qk_norm:
-            raise _inexpressible("GPT-2", "qk_norm=True", "False")
+        for option, is_there, wanted in (
+            ("activation", config.activation in family.activations, " or ".join(family.activations)),
+            ("n_kv_heads", config.kv_heads == config.n_heads, "as many as n_heads"),
+            ("qk_norm", not config.qk_norm, "False"),
+        ):
+            if not is_there:
+                value = getattr(config, option)
+                raise UsageError(f"decoder.{option}={value}: no GPT-2 of transformers has it, it would need {wanted}")
         return family
     if not isinstance(config, Llama):
         raise UsageError(f"decoder={type(config).__name__}: Hugging Face's names are known for Llama and GPT2 alone")
@@ -139,10 +146,6 @@ def hf_family(config: DecoderConfig) -> HFFamily:
         for family in _FAMILIES.values()
         if family.names is not _GPT2 and config.activation in family.activations and config.qk_norm == family.qk_norm
     )
-
-
-def _inexpressible(family: str, setting: str, wanted: str) -> UsageError:
-    return UsageError(f"decoder.{setting}: no {family} of transformers has it, it would need {wanted}")
 
 
 # ---- weights
@@ -243,31 +246,21 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     """
     family = hf_family(config)
     activation = family.activations[config.activation][0]
-    shared = {
-        "vocab_size": config.vocab_size,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
+    sizes = _GPT2_SIZES if isinstance(config, GPT2) else _LLAMA_SIZES
+    shared = {theirs: getattr(config, ours) for ours, theirs in sizes.items()}
+    shared |= {"initializer_range": config.init_std, "tie_word_embeddings": config.tie_embeddings}
     if isinstance(config, GPT2):
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return shared | {
             "n_positions": config.max_seq_len,
-            "n_embd": config.d_model,
-            "n_layer": config.n_layers,
-            "n_head": config.n_heads,
             "n_inner": config.ffn_width,
             "activation_function": activation,
             "layer_norm_epsilon": config.norm_eps,
             **dropout,
         }
     return shared | {
-        "hidden_size": config.d_model,
-        "intermediate_size": config.ffn_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.kv_heads,
         "hidden_act": activation,
-        "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         **({} if family.model_type == "apertus" else {"head_dim": config.head_dim}),  # which has no such setting
@@ -301,36 +294,27 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
     if activation is None:
         words = ", ".join(name for names in family.activations.values() for name in names)
         raise UsageError(f"{key}={word!r}: the decoder has, of a {kind}, {words}")
+    init_std = float(given.get("initializer_range", 0.02))
+    shared: dict[str, Any] = {"activation": activation, "init_std": init_std, "tie_embeddings": tied}
     if kind == "gpt2":
         return GPT2(
-            **_sizes(given, vocab_size="vocab_size", d_model="n_embd", n_layers="n_layer", n_heads="n_head"),
+            **_sizes(given, _GPT2_SIZES),
+            **shared,
             max_seq_len=given.get("n_positions", 1024),
             d_ff=given.get("n_inner") or 4 * given["n_embd"],
-            activation=activation,
             norm_eps=float(given.get("layer_norm_epsilon", 1e-5)),
-            init_std=float(given.get("initializer_range", 0.02)),
-            tie_embeddings=tied,
         )
-    sizes = _sizes(
-        given,
-        vocab_size="vocab_size",
-        d_model="hidden_size",
-        n_layers="num_hidden_layers",
-        n_heads="num_attention_heads",
-        d_ff="intermediate_size",
-        max_seq_len="max_position_embeddings",
-    )
+    sizes = _sizes(given, _LLAMA_SIZES)
+    sizes["d_ff"] = sizes.pop("ffn_width")
     if given.get("head_dim", width := sizes["d_model"] // sizes["n_heads"]) != width:
         raise UsageError(f"head_dim={given['head_dim']}: the decoder's is hidden_size / num_attention_heads = {width}")
     return Llama(
         **sizes,
+        **shared,
         n_kv_heads=given.get("num_key_value_heads") or sizes["n_heads"],
-        activation=activation,
         qk_norm=family.qk_norm,
         norm_eps=float(given.get("rms_norm_eps", 1e-5 if kind in ("arcee", "apertus") else 1e-6)),
         rope_theta=_rope_theta(given, kind),
-        init_std=float(given.get("initializer_range", 0.02)),
-        tie_embeddings=tied,
     )
 
 
@@ -345,7 +329,7 @@ def _needed(family: HFFamily) -> Iterator[tuple[str, Any]]:
     yield "partial_rotary_factor", 1.0
 
 
-def _sizes(given: Mapping[str, Any], **names: str) -> dict[str, Any]:
+def _sizes(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     for name in names.values():
         if type(given.get(name)) is not int:
             raise UsageError(f"config.json says no {name}: take another copy of it")

@@ -38,6 +38,8 @@ class AdamWBF16State(torch.optim.AdamW):
         https://github.com/pytorch/torchtitan/blob/main/docs/bf16_optimizer_states.md (after DeepSeek-V3).
     """
 
+    mup_rule = "adam"
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -1,6 +1,7 @@
 """Let any optimizer train bf16 weights: each step is computed in fp32 and rounded so that small updates survive."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -8,42 +9,64 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, bfloat16, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
-from lightning_tricks.optim.stochastic_rounding import copy_rounded_, rounding_seed
+
+CHUNK = 1 << 24  # elements rounded at once: 128 MiB for their random bits and the rounded values
 
 
-class FP32StateOnLoad:
-    """Guard every later `optimizer.load_state_dict` of bf16 weights, until `remove`: their state is loaded as fp32.
+def round_to_bf16(source: Tensor, generator: torch.Generator) -> Tensor:
+    """The bf16 neighbour above or below each value, the nearer one more often: the mean of many roundings is the value.
 
-    torch casts floating state to the dtype of the parameters, so that fp32 averages would come back as bf16.
+    bf16 is the upper half of fp32's bits, so a random 16-bit integer added to the lower half carries into the upper
+    half with the right probability. A value that bf16 can represent does not change, nor do infinities and NaN; a
+    finite value becomes infinite only above bf16's largest, 3.39e38.
+
+    Args:
+        source: fp32, any shape.
+        generator: on the device of `source`; the random state of the model is not touched.
+
+    Returns:
+        bf16, shape of `source`.
+
+    Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192.
     """
+    bits = torch.empty_like(source, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+    bits.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    # with a carry, a NaN's bits may come out as any number
+    return torch.where(source.isfinite(), bits.view(torch.float32), source).bfloat16()
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._saved: list[Any] = []
-        self._hooks = [
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
 
-    def remove(self) -> None:
-        """Remove the hooks: later loads are torch's own."""
-        for hook in self._hooks:
-            hook.remove()
+def copy_rounded_(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+    """Write `source` (fp32) into `target` (bf16, same shape) by `round_to_bf16`, with little memory beside them."""
+    if target.is_contiguous() and source.is_contiguous():
+        pieces = zip(target.view(-1).split(CHUNK), source.view(-1).split(CHUNK), strict=True)
+    else:
+        pieces = zip([target], [source], strict=True)
+    for to, value in pieces:
+        to.copy_(round_to_bf16(value, generator))
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["state"]
-        self._saved = [saved.get(key) for group in state_dict["param_groups"] for key in group["params"]]
 
-    def _after_load(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for param, saved in zip(params, self._saved, strict=True):
-            if saved is not None and param.dtype == bfloat16:
-                optimizer.state[param] = _restored(param, saved, optimizer.state[param])
-        self._saved = []
+def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
+    """A seed for one parameter at one step: equal on ranks that hold the same shard of it, different on the others.
+
+    Args:
+        seed: of the run; equal on all ranks.
+        step: number of the optimizer's step.
+        index: of the parameter in its optimizer.
+        param: the parameter. For a DTensor, the rank's coordinates on the mesh dimensions that split it count too.
+    """
+    shard: list[int] = []
+    if isinstance(param, DTensor):
+        coordinates = param.device_mesh.get_coordinate() or ()
+        pairs = zip(coordinates, param.placements, strict=False)
+        shard = [coordinate for coordinate, placement in pairs if not placement.is_replicate()]
+    text = repr((seed, step, index, shard))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def _restored(param: Tensor, saved: Any, cast: Any, key: Any = None) -> Any:
@@ -102,7 +125,11 @@ class BF16Step:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _closure_error(optimizer)
         self.optimizer, self.seed, self.bucket_bytes, self.steps = optimizer, seed, bucket_bytes, 0
-        self._state_on_load = FP32StateOnLoad(optimizer)
+        self._saved: list[Any] = []  # the state of each parameter in the state dict that is being loaded
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
         self._per_parameter = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._replaced = vars(optimizer).get("step")  # of a scheduler or a user; None for the class's own method
@@ -116,11 +143,24 @@ class BF16Step:
         If other code has wrapped `step` after this class, `step` stays wrapped. `_replaced.replaced` is not used here:
         it would keep an optimizer alive whose owner never calls `remove`.
         """
-        self._state_on_load.remove()
+        for hook in self._hooks:
+            hook.remove()
         if vars(self.optimizer).get("step") is self._wrapped:
             del self.optimizer.step
             if self._replaced is not None:
                 self.optimizer.step = self._replaced  # type: ignore[method-assign]
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["state"]
+        self._saved = [saved.get(key) for group in state_dict["param_groups"] for key in group["params"]]
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        # torch has cast floating state to the dtype of the parameters: fp32 averages would have become bf16
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param, saved in zip(params, self._saved, strict=True):
+            if saved is not None and param.dtype == bfloat16:
+                optimizer.state[param] = _restored(param, saved, optimizer.state[param])
+        self._saved = []
 
     def _wrapper(self) -> Callable[..., Any]:
         # `wraps` carries the mark by which LRScheduler recognizes a step that it has wrapped already. If an earlier

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
-from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load, parts_of
+from lightning_tricks.optim.keep_settings_on_load import keep_low_bit, keep_settings_on_load, parts_of
 from lightning_tricks.optim.limits import refuse_tensor_lr
-from lightning_tricks.optim.low_bit_state import keep_low_bit
 from lightning_tricks.optim.mup import MuP, rule_of, split_groups
 
 OptimizerFactory = Callable[[Iterable], torch.optim.Optimizer]
@@ -77,7 +76,7 @@ def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> 
     except UsageError:
         raise
     except ValueError as error:  # torch's own checks: "Invalid learning rate: -1.0"
-        raise _refused(error) from error
+        raise UsageError(f"optimizer: {error}") from error
     if not hasattr(built, "param_groups"):
         raise UsageError(f"optimizer: its function returns a {type(built).__name__}: let it return the optimizer alone")
     return built
@@ -94,7 +93,7 @@ def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -
         built = (optimizer or default_adamw)(decay_groups(tiny))
     except Exception as error:  # the optimizer may need other parameters; it is built again from the real module
         if isinstance(error, ValueError) and str(error).startswith("Invalid "):  # torch says so of settings
-            raise _refused(error) from error
+            raise UsageError(f"optimizer: {error}") from error
         return None
     if not isinstance(built, torch.optim.Optimizer):
         return None  # refused when it is built from the real module
@@ -105,13 +104,6 @@ def check_settings(optimizer: OptimizerFactory | None, mup: MuP | None = None) -
     for part in parts_of(built) if mup is not None else ():
         rule_of(part)
     return built
-
-
-def _refused(error: ValueError) -> UsageError:
-    words = {"learning rate": ".lr", "beta": ".betas", "epsilon": ".eps"}  # in torch's messages, and their options
-    option = next((option for word, option in words.items() if word in str(error)), "")
-    remedy = "take MuonAdamW, which gives the others to AdamW" if "Muon only" in str(error) else "give another value"
-    return UsageError(f"optimizer{option}: {error}; {remedy}")
 
 
 def _scaled_lr(group: dict[str, Any]) -> float | Tensor:

@@ -1,19 +1,188 @@
-"""Parameter groups for an optimizer, by the role of each parameter: matrices decay, biases and norms do not."""
+"""Parameter groups for an optimizer: matrices decay, biases and norms do not, and rules give single weights settings.
 
+The role of a parameter decides (`param_roles`); a `ParamRule` is an exception by name, by role, or by both.
+"""
+
+import difflib
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, get_args
 
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.find_modules import check_pattern, clean_name, repeated_blocks
 from lightning_tricks._core.tensors import whole_numel
-from lightning_tricks.optim.param_roles import MATRICES, param_roles
-from lightning_tricks.optim.param_rule import LayerwiseLRDecay, ParamRule, match_rules, tied_names
+from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, param_roles
+from lightning_tricks.schedules import Schedule
 
-__all__ = ["decay_groups"]
+__all__ = ["LayerwiseLRDecay", "ParamRule", "decay_groups"]
+
+Tied = Mapping[str, Sequence[str]]
+NOT_TIED: Tied = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ParamRule:
+    r"""Other settings for the parameters whose names match a pattern, or which have a role.
+
+    Args:
+        pattern: regular expression, searched in the name without wrappers' prefixes (`re.search`): `embed` matches
+            every name that contains embed, `^model\.embed\.weight$` one name. Empty: every name. A tied weight has
+            several names, of which one must match.
+        lr_scale: multiplies the optimizer's learning rate; the schedule applies to the product.
+        weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
+        role: of the parameters, see `param_roles`; with a pattern, both must fit. None: any.
+        optimizer: name of the optimizer that steps them, one of several: `muon` or `adamw` of MuonAdamW.
+        schedule: curve of their learning rate, in place of the run's. None: the run's.
+        decay_schedule: curve of their weight decay, whose peak is their decay. None: the decay is constant.
+
+    Raises:
+        UsageError: neither pattern nor role; the pattern is no regular expression; an unknown role; a negative or NaN
+            number.
+    """
+
+    pattern: str = ""
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    role: Role | None = None
+    optimizer: str | None = None
+    schedule: Schedule | None = None
+    decay_schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern and self.role is None:
+            raise UsageError("ParamRule: it has neither pattern nor role: say which parameters it is for")
+        check_pattern(self.pattern, "ParamRule")
+        if self.role is not None and self.role not in get_args(Role):
+            raise UsageError(f"ParamRule.role={self.role!r}: give one of {', '.join(get_args(Role))}")
+        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"ParamRule.{option}={value!r} ({self.in_words()}): give a finite number >= 0")
+
+    @property
+    def label(self) -> str:
+        """Role and pattern, as they stand in the name of a group: `role=head`, `embed`, `role=matrix:attn`."""
+        return ":".join(filter(None, (self.role and f"role={self.role}", self.pattern)))
+
+    def in_words(self) -> str:
+        """Pattern and role, for a message."""
+        role = f"role {self.role!r}" if self.role else ""
+        return ", ".join(filter(None, (role, f"pattern {self.pattern!r}" if self.pattern else "")))
+
+    def fits(self, param: RoledParam, tied: Tied = NOT_TIED) -> bool:
+        """Whether a parameter matches both pattern and role; `tied` has its other names, of which one may match."""
+        names = (param.name, *tied.get(param.name, ()))
+        return self.role in (None, param.role) and any(re.search(self.pattern, name) for name in names)
+
+
+def tied_names(module: nn.Module) -> dict[str, list[str]]:
+    """The other names of each parameter that a module holds in several places, by its first name."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(clean_name(name))
+    return {first: others for first, *others in names.values() if others}
+
+
+def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule], tied: Tied = NOT_TIED) -> dict[str, int]:
+    """The index of the first rule that fits, by parameter name; parameters without a rule are left out.
+
+    Args:
+        params: of a module.
+        rules: in order.
+        tied: see `tied_names`. Rules for an embedding and for a head may stand together: where the two are one weight,
+            it goes by the first.
+
+    Raises:
+        UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
+    """
+    chosen: dict[str, int] = {}
+    for number, rule in enumerate(rules):
+        matches = [param.name for param in params if rule.fits(param, tied)]
+        if not matches:
+            raise UsageError(
+                f"param_rules: {rule.in_words()} matches no parameter: {_near(rule, params)}; change the "
+                "rule, or set param_rules to null for no rules (--model.param_rules null)"
+            )
+        fresh = [name for name in matches if name not in chosen]
+        if not fresh and any(rule.fits(param) for param in params):
+            raise UsageError(
+                f"param_rules: earlier rules take all {len(matches)} parameters that rule {number} "
+                f"({rule.in_words()}) matches: move it up or remove it"
+            )
+        chosen.update(dict.fromkeys(fresh, number))
+    return chosen
+
+
+def _near(rule: ParamRule, params: Sequence[RoledParam]) -> str:
+    names = [param.name for param in params if re.search(rule.pattern, param.name)]
+    if rule.role is not None and (names or not rule.pattern):
+        roles = sorted({param.role for param in params if param.name in names})
+        return f"roles there are {', '.join(roles)}"
+    near = difflib.get_close_matches(rule.pattern, [param.name for param in params], n=3, cutoff=0.0)
+    return f"near names are {', '.join(near)}"
+
+
+@dataclass(frozen=True)
+class LayerwiseLRDecay:
+    """Stands in a list of rules for one rule a block: each block learns `decay` times as fast as the one above it.
+
+    Of n repeated blocks, block i (from 0) has lr_scale `decay ** (n - i)`. Parameters before the blocks, such as
+    embeddings, have `decay ** (n + 1)`; parameters after them, such as the last norm and the head, keep their learning
+    rate. For fine-tuning. Rules before it in the list take precedence.
+
+    Args:
+        decay: factor from a block to the one below it, above 0 and up to 1. 0.65 to 0.8 for fine-tuning in the sources.
+
+    Raises:
+        UsageError: a decay out of range; a model without repeated blocks, or one in which all parameters of
+            the blocks, and those before them, are frozen or fit an earlier rule.
+
+    Source: Clark et al. 2020 (ELECTRA), https://arxiv.org/abs/2003.10555, appendix A; Bao et al. 2021 (BEiT),
+        https://arxiv.org/abs/2106.08254.
+    """
+
+    decay: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not (0 < self.decay <= 1 and math.isfinite(self.decay)):
+            raise UsageError(f"LayerwiseLRDecay.decay={self.decay!r}: give a number above 0 and up to 1")
+
+    def rules(self, module: nn.Module, earlier: Sequence[ParamRule] = ()) -> list[ParamRule]:
+        """One rule for the parameters before the blocks, and one for each block, in their order.
+
+        A rule that would get no parameter, because all are frozen or fit a rule of `earlier`, is left out.
+        """
+        blocks = list(repeated_blocks(module))
+        if not blocks:
+            raise UsageError(
+                f"LayerwiseLRDecay: {type(module).__name__} has no repeated blocks: write a rule for each layer"
+            )
+        tied = tied_names(module)
+        free = [param.name for param in param_roles(module) if not any(rule.fits(param, tied) for rule in earlier)]
+        names = [clean_name(name) for name, _ in module.named_parameters()]
+        prefixes = tuple(f"{block}." for block in blocks)
+        before = set(takewhile(lambda name: not name.startswith(prefixes), names))
+        found = [
+            ParamRule(f"^{re.escape(block)}\\.", lr_scale=self.decay ** (len(blocks) - index))
+            for index, block in enumerate(blocks)
+            if any(name.startswith(f"{block}.") for name in free)
+        ]
+        if first := [name for name in free if name in before]:
+            pattern = f"^({'|'.join(map(re.escape, first))})$"
+            found.insert(0, ParamRule(pattern, lr_scale=self.decay ** (len(blocks) + 1)))
+        if not found:
+            raise UsageError(
+                f"LayerwiseLRDecay: all parameters of the {len(blocks)} blocks, and those before them, are frozen or "
+                "fit an earlier rule: move it up or remove it"
+            )
+        return found
+
 
 Rules = Sequence[ParamRule | LayerwiseLRDecay]
 

@@ -9,21 +9,21 @@ from torch.optim import Optimizer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 
-Place = Literal["shards", "flat parameters", "BF16True", "a Tensor lr", "first derivatives"]
+Where = Literal["shards", "flat parameters", "BF16True", "a Tensor lr", "first derivatives"]
 
 
 class Limit(NamedTuple):
     """One line of the table.
 
     Attributes:
-        place: where these optimizers fail, or train wrongly without a message.
+        where: situation in which these optimizers fail, or train wrongly without a message.
         optimizers: `package.Class` and its subclasses, `package.*` for all of a package's, `Class` for any package's.
         why: what the message says after the name of the optimizer.
         remedy: what to do.
         holds: whether the limit holds for a group, given its options; None: for every group.
     """
 
-    place: Place
+    where: Where
     optimizers: tuple[str, ...]
     why: str
     remedy: str
@@ -60,8 +60,8 @@ LIMITS = [
 ]  # fmt: skip
 
 
-def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
-    """Refuse an optimizer that is known not to work in one of the places, or that contains such an optimizer.
+def refuse_limits(optimizer: Optimizer, *where: Where) -> None:
+    """Refuse an optimizer that is known not to work in one of these situations, or that contains such an optimizer.
 
     Raises:
         UsageError: with the first limit that fits.
@@ -70,7 +70,7 @@ def refuse_limits(optimizer: Optimizer, *places: Place) -> None:
         names = set(_names(part))
         for limit in LIMITS:
             chosen = limit.holds is None or any(map(limit.holds, part.param_groups))
-            if limit.place in places and chosen and not names.isdisjoint(limit.optimizers):
+            if limit.where in where and chosen and not names.isdisjoint(limit.optimizers):
                 raise UsageError(f"{type(part).__name__} {limit.why}: {limit.remedy}")
 
 

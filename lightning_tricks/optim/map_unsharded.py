@@ -15,7 +15,7 @@ Make = Callable[[Sequence[int]], list[Tensor]]  # numbers of matrices -> the mat
 Compute = Callable[[Sequence[int], list[Tensor]], list[Tensor]]  # numbers, whole matrices -> matrices of these shapes
 
 
-class Place(NamedTuple):
+class RankGroup(NamedTuple):
     """The ranks that work together on a matrix.
 
     Args:
@@ -29,14 +29,14 @@ class Place(NamedTuple):
     copies: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor, copies: dist.ProcessGroup | None = None) -> "Place":
-        """The place of a tensor; `copies` are the ranks that have a plain tensor too."""
+    def of(cls, tensor: Tensor, copies: dist.ProcessGroup | None = None) -> "RankGroup":
+        """The ranks of a tensor; `copies` are the ranks that have a plain tensor too."""
         if not isinstance(tensor, DTensor):
             return cls(copies=copies)
         mesh = tensor.device_mesh
-        divided = [(dim, place) for dim, place in enumerate(tensor.placements) if mesh.size(dim) > 1]
-        replicas = [dim for dim, place in divided if type(place) is Replicate]
-        shards = [dim for dim, place in divided if type(place) is Shard]
+        divided = [(dim, placement) for dim, placement in enumerate(tensor.placements) if mesh.size(dim) > 1]
+        replicas = [dim for dim, placement in divided if type(placement) is Replicate]
+        shards = [dim for dim, placement in divided if type(placement) is Shard]
         if len(replicas) + len(shards) < len(divided) or len(shards) > 1:
             return cls(mesh)
         group = mesh.get_group(replicas[0]) if replicas else None
@@ -50,9 +50,9 @@ class Place(NamedTuple):
 
 
 def map_unsharded(
-    likes: Sequence[Tensor], place: Place, make: Make, compute: Compute, dtype: torch.dtype
+    likes: Sequence[Tensor], rank_group: RankGroup, make: Make, compute: Compute, dtype: torch.dtype
 ) -> list[Tensor]:
-    """`compute` of each matrix; every rank of the place must call, with the same matrices in the same order.
+    """`compute` of each matrix; every rank of the group must call, with the same matrices in the same order.
 
     Ranks that have copies compute some of the matrices each, and send the results to each other. Ranks that have rows,
     or columns, as under FSDP2, send them so that each rank has some whole matrices, and the results back. Either way a
@@ -61,7 +61,7 @@ def map_unsharded(
 
     Args:
         likes: plain tensors or DTensors with the shapes and placements of the matrices; their values are not read.
-        place: `Place.of` each of them.
+        rank_group: `RankGroup.of` each of them.
         make: gives the matrices of some numbers; it is asked for those that this rank has to compute or to send, once.
             Parts are sent in bf16.
         compute: of (numbers of matrices, whole matrices).
@@ -71,18 +71,18 @@ def map_unsharded(
         Local tensors: the result for each matrix, or this rank's shard of it.
     """
     numbers = range(len(likes))
-    if place.copies is None:
-        return _map_parts(likes, numbers, place, make, compute, dtype)
-    rank, world = place.copies.rank(), place.copies.size()
+    if rank_group.copies is None:
+        return _map_parts(likes, numbers, rank_group, make, compute, dtype)
+    rank, world = rank_group.copies.rank(), rank_group.copies.size()
     runs = _runs(numbers, world)
-    found = _map_parts([likes[number] for number in runs[rank]], runs[rank], place, make, compute, dtype)
+    found = _map_parts([likes[number] for number in runs[rank]], runs[rank], rank_group, make, compute, dtype)
     shapes = [local(like).shape for like in likes]
     sizes = [sum(shapes[number].numel() for number in run) for run in runs]
     results = torch.empty(world, max(sizes), dtype=dtype, device=local(likes[0]).device)
     own = torch.empty_like(results[rank])  # all ranks send equally much
     if found:
         torch.cat([result.flatten() for result in found], out=own[: sizes[rank]])
-    dist.all_gather(list(results.unbind()), own, place.copies)
+    dist.all_gather(list(results.unbind()), own, rank_group.copies)
     joined: list[Tensor] = []
     for run, row, size in zip(runs, results, sizes, strict=True):
         parts = row[:size].split([shapes[number].numel() for number in run])
@@ -97,17 +97,22 @@ def _runs(numbers: Sequence[int], world: int) -> list[Sequence[int]]:
 
 
 def _map_parts(
-    likes: Sequence[Tensor], numbers: Sequence[int], place: Place, make: Make, compute: Compute, dtype: torch.dtype
+    likes: Sequence[Tensor],
+    numbers: Sequence[int],
+    rank_group: RankGroup,
+    make: Make,
+    compute: Compute,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """`map_unsharded` without copies."""
     if not numbers:
         return []
     matrices = make(numbers)
-    if place.mesh is None:
+    if rank_group.mesh is None:
         return compute(numbers, [local(matrix) for matrix in matrices])
-    if place.shard_dim is not None:
-        shards = [_Sharded(matrix, like, place.shard_dim) for matrix, like in zip(matrices, likes, strict=True)]
-        return _exchange(shards, numbers, compute, dtype, place.mesh.get_group(place.shard_dim))
+    if rank_group.shard_dim is not None:
+        shards = [_Sharded(matrix, like, rank_group.shard_dim) for matrix, like in zip(matrices, likes, strict=True)]
+        return _exchange(shards, numbers, compute, dtype, rank_group.mesh.get_group(rank_group.shard_dim))
     whole: Any = compute(numbers, [_full(matrix) for matrix in matrices])
     divided = [
         distribute_tensor(result, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

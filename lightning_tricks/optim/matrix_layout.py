@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._core.errors import UsageError
-
 
 class MatrixLayout(NamedTuple):
     """The matrices in a parameter: which of its dimensions are outputs, and which outputs belong to one matrix.
@@ -24,7 +22,6 @@ class MatrixLayout(NamedTuple):
         parts: number of outputs of each matrix of a fused projection, in their order; empty for one matrix, None for a
             fused projection whose parts are not known.
         interleaved: whether the outputs of the parts alternate: gate, up, gate, up.
-        to_heads: whether the outputs are queries, keys or values of attention heads.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +29,6 @@ class MatrixLayout(NamedTuple):
     output_dim: int = 0
     parts: tuple[int, ...] | None = ()
     interleaved: bool = False
-    to_heads: bool = False
 
     @classmethod
     def from_plain(cls, saved: dict[str, Any] | None, shape: Sequence[int]) -> "MatrixLayout":
@@ -59,22 +55,6 @@ class MatrixLayout(NamedTuple):
     def sizes(self) -> list[tuple[int, int]]:
         """(outputs, inputs) of each matrix; of one expert in a stack."""
         return [(outputs, self.inputs) for outputs in self.parts or (self.outputs,)]
-
-    def by_heads(self, head_dim: int, name: str) -> "MatrixLayout":
-        """The same layout with one part for each attention head; without heads, itself.
-
-        Raises:
-            UsageError: the outputs of a projection are no multiple of `head_dim`.
-        """
-        if not self.to_heads:
-            return self
-        sizes = self.parts or (self.outputs,)
-        if any(size % head_dim for size in sizes):
-            raise UsageError(
-                f"head_dim={head_dim}: '{name}' has projections of {list(sizes)} outputs, which are not whole heads: "
-                "give the width of the model's attention heads"
-            )
-        return self._replace(parts=tuple(head_dim for size in sizes for _ in range(size // head_dim)))
 
     def split(self, weight: Tensor) -> list[Tensor]:
         """The matrices in a weight of this shape, each (outputs, inputs), of a stack (experts, outputs, inputs)."""
@@ -105,15 +85,12 @@ _CONVOLUTION = nn.modules.conv._ConvNd
 _PRODUCTS = (
     nn.Linear, _CONVOLUTION, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase,
 )  # fmt: skip
-_THREE = re.compile(
-    r"qkv|qkv_proj|Wqkv|c_attn|to_qkv|in_proj(_weight)?"
-)  # queries, keys and values, one after the other
+# queries, keys and values, one after the other
+_THREE = re.compile(r"qkv|qkv_proj|Wqkv|c_attn|to_qkv|in_proj(_weight)?")
 _KEYS_VALUES = re.compile(r"kv|kv_proj|to_kv")
 _GATED = re.compile(r"gate_up(_proj)?|w13|Wi")
 # any fused projection: the parts of the others may be interleaved or of different widths
 _FUSED = re.compile(r".*qkv.*|query_key_value|c_attn|kqv|in_proj")
-# one projection by itself
-_PROJECTION = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?")
 
 
 def is_product(layer: nn.Module) -> bool:
@@ -144,9 +121,9 @@ def layout_of(layer: nn.Module, name: str, role: str, shape: Sequence[int]) -> M
         role: of the parameter.
         shape: of the parameter.
     """
-    layout = MatrixLayout(tuple(shape), to_heads=_PROJECTION.fullmatch(name) is not None)
+    layout = MatrixLayout(tuple(shape))
     if isinstance(layer, _CONVOLUTION):
-        return layout._replace(output_dim=1 if layer.transposed else 0, to_heads=False)
+        return layout._replace(output_dim=1 if layer.transposed else 0)
     if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
         gates = shape[0] // layer.hidden_size if name.startswith(("weight_ih", "weight_hh")) else 1
         return layout._replace(parts=(layer.hidden_size,) * gates if gates > 1 else ())
@@ -158,9 +135,9 @@ def layout_of(layer: nn.Module, name: str, role: str, shape: Sequence[int]) -> M
         return layout
     outputs, is_whole = layout.outputs, layout.outputs % 2 == 0
     if _THREE.fullmatch(name) and outputs == 3 * layout.inputs:
-        return layout._replace(parts=(outputs // 3,) * 3, to_heads=True)
+        return layout._replace(parts=(outputs // 3,) * 3)
     if _KEYS_VALUES.fullmatch(name) and is_whole:
-        return layout._replace(parts=(outputs // 2,) * 2, to_heads=True)
+        return layout._replace(parts=(outputs // 2,) * 2)
     if _GATED.fullmatch(name) and is_whole:
         return layout._replace(parts=(outputs // 2,) * 2, interleaved=not getattr(layer, "is_concatenated", True))
-    return layout._replace(parts=None, to_heads=True) if _FUSED.fullmatch(name) else layout
+    return layout._replace(parts=None) if _FUSED.fullmatch(name) else layout

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks.accounting import fast_bf16
-from lightning_tricks.optim.map_unsharded import Place, map_unsharded
+from lightning_tricks.accounting import device_speed
+from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 
 __all__ = ["Muon"]
@@ -175,16 +175,14 @@ class Muon(Optimizer):
     ) -> None:
         if isinstance(lr, Tensor):
             raise UsageError("Muon.lr is a Tensor: give a float, which the schedule sets at each step")
-        if not (lr >= 0 and math.isfinite(lr)):
-            raise UsageError(f"Muon.lr={lr!r}: give a finite number, 0 or more")
-        if not 0 <= momentum < 1:
-            raise UsageError(f"Muon.momentum={momentum!r}: give a number from 0 on and below 1")
-        if adjust_lr_fn not in SCALES:
-            raise UsageError(f"Muon.adjust_lr_fn={adjust_lr_fn!r}: give one of {', '.join(SCALES)}")
-        if not 1 <= ns_steps < 100:
-            raise UsageError(f"Muon.ns_steps={ns_steps!r}: give a whole number from 1 to 99")
-        if momentum_warmup_steps < 0:
-            raise UsageError(f"Muon.momentum_warmup_steps={momentum_warmup_steps!r}: give 0 or more steps")
+        for option, value, fits, words in (
+            ("lr", lr, 0 <= lr < math.inf, "a finite number, 0 or more"),
+            ("momentum", momentum, 0 <= momentum < 1, "a number from 0 on and below 1"),
+            ("ns_steps", ns_steps, 1 <= ns_steps < 100, "a whole number from 1 to 99"),
+            ("momentum_warmup_steps", momentum_warmup_steps, momentum_warmup_steps >= 0, "0 or more steps"),
+        ):
+            if not fits:
+                raise UsageError(f"Muon.{option}={value!r}: give {words}")
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
@@ -244,7 +242,7 @@ class Muon(Optimizer):
 
         factors = [common_factor(weight.layout, scale) for weight in weights]
         sent_dtype = torch.float32 if None in factors else torch.bfloat16
-        found = map_unsharded([weight.like for weight in weights], weights[0].place, make, compute, sent_dtype)
+        found = map_unsharded([weight.like for weight in weights], weights[0].rank_group, make, compute, sent_dtype)
         params = [local(weight.param) for weight in weights]
         scales = [1.0 if factor is None else factor for factor in factors]
         if skip is None:
@@ -326,7 +324,7 @@ class Muon(Optimizer):
             return True
         else:
             together = []
-        fast = torch.tensor(float(fast_bf16.has_fast_bf16("cpu")))
+        fast = torch.tensor(float(device_speed.has_fast_bf16("cpu")))
         for ranks in together:
             dist.all_reduce(fast, dist.ReduceOp.MIN, ranks)
         return bool(fast)
@@ -338,28 +336,30 @@ class _Weight(NamedTuple):
     Args:
         param: the parameter.
         layout: its matrices.
-        place: the ranks that orthogonalize it together.
+        rank_group: the ranks that orthogonalize it together.
     """
 
     param: Tensor
     layout: MatrixLayout
-    place: Place
+    rank_group: RankGroup
 
     @classmethod
     def of(cls, param: Tensor, layout: MatrixLayout, replicas: dist.ProcessGroup | None) -> "_Weight":
         """A parameter, and the `replicas` that have it too if it is plain."""
-        weight = cls(param, layout, Place.of(param, replicas))
-        place = weight.place
+        weight = cls(param, layout, RankGroup.of(param, replicas))
+        rank_group = weight.rank_group
         if weight.is_local():
-            place = place._replace(mesh=None, shard_dim=None)
+            rank_group = rank_group._replace(mesh=None, shard_dim=None)
         if min(min(sizes) for sizes in layout.sizes) < SHARE_FROM:
-            place = place._replace(copies=None)
-        return weight._replace(place=place)
+            rank_group = rank_group._replace(copies=None)
+        return weight._replace(rank_group=rank_group)
 
     def is_local(self) -> bool:
         """Whether it is a stack of which each rank has whole experts: sharded by experts, or not at all."""
         placements = getattr(self.param, "placements", ())
-        return self.layout.stacked and all(place.is_replicate() or place.is_shard(0) for place in placements)
+        return self.layout.stacked and all(
+            placement.is_replicate() or placement.is_shard(0) for placement in placements
+        )
 
     @property
     def like(self) -> Tensor:
@@ -387,15 +387,15 @@ def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
     """
     of_kind: dict[Any, list[_Weight]] = {}
     for weight in weights:
-        of_kind.setdefault((weight.place, weight.param.device, weight.param.dtype), []).append(weight)
-    for (place, device, _), some in of_kind.items():
+        of_kind.setdefault((weight.rank_group, weight.param.device, weight.param.dtype), []).append(weight)
+    for (rank_group, device, _), some in of_kind.items():
         limit = BATCH_BYTES_ON_CPU if device.type == "cpu" else BATCH_BYTES
         own = sorted(some, key=lambda weight: (-weight.param.numel(), str(weight.layout)))
-        copies = 1 if place.copies is None else place.copies.size()  # each of them gets the results of all
+        copies = 1 if rank_group.copies is None else rank_group.copies.size()  # each of them gets the results of all
         begin = 0
         while begin < len(own):
             size = 2 * own[begin].param.numel() * copies
-            end = begin + place.ranks * max(1, limit // max(size, 1))
+            end = begin + rank_group.ranks * max(1, limit // max(size, 1))
             yield own[begin:end]
             begin = end
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.protocols import KnowsBaseShapes
+from lightning_tricks._core.protocols import KnowsBaseShapes, KnowsMuPRule
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import SCALES
@@ -18,14 +18,17 @@ from lightning_tricks.optim.param_roles import MATRICES, Role, param_roles
 __all__ = ["MuP"]
 
 Kind = Literal["input", "hidden", "head"]
+Rule = Literal["adam", "sgd", "muon"]
 Shape = tuple[int, ...]
 
-# Optimizers whose update does not depend on the size of the gradient: they follow the rule of Adam.
-_ADAM = {
-    "Adam", "AdamW", "NAdam", "RAdam", "Lion", "AdamW8bit", "AdamW4bit", "AdamWFp8", "AdamWBF16State",
-    "AdamWScheduleFree", "RAdamScheduleFree",
-}  # fmt: skip
-_SGD = {"SGD", "SGDScheduleFree"}
+# The rule of an optimizer by the name of its class; another one declares it by an attribute `mup_rule`. The update of
+# those of Adam's kind does not depend on the size of the gradient.
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("Adam", "NAdam", "RAdam", "Lion", "AdamWFp8", "AdamW8bit", "AdamW4bit"), "adam"),
+    **dict.fromkeys(("AdamW", "AdamWScheduleFree", "RAdamScheduleFree"), "adam"),
+    **dict.fromkeys(("SGD", "SGDScheduleFree"), "sgd"),
+    "Muon": "muon",
+}
 
 Config = TypeVar("Config")
 
@@ -84,44 +87,33 @@ def lr_factor(ratio: WidthRatio, group: dict[str, Any], optimizer: torch.optim.O
         optimizer: the optimizer that holds the group.
 
     Raises:
-        UsageError: the optimizer has no rule; MuonAdamW with `head_dim`.
+        UsageError: the optimizer has no rule.
 
     Source: `MuAdam` and `MuSGD` in mup/optim.py of https://github.com/microsoft/mup; Muon:
         https://github.com/NVIDIA/Megatron-LM/pull/3715.
     """
-    rule = rule_of(_owner(optimizer, group))
+    owner = optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
+    rule = rule_of(owner)
     if rule == "adam":
         return 1.0 if ratio.kind == "head" else 1.0 / ratio.fan_in
     if rule == "sgd":
         return ratio.fan_in if ratio.kind == "head" else ratio.fan_out / ratio.fan_in
-    if getattr(optimizer, "_head_dim", None) is not None:
-        raise UsageError("MuP has no rule for MuonAdamW.head_dim: leave it out, or leave out mup")
     scale = SCALES[group["adjust_lr_fn"] or "original"]
     own, base = (float(scale(*sides)) for sides in (ratio.shape, ratio.base_shape))  # type: ignore[arg-type]
     return math.sqrt(ratio.fan_out / ratio.fan_in) * base / own
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Literal["adam", "sgd", "muon"]:
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The row of the table that an optimizer has.
 
     Raises:
         UsageError: the optimizer has none.
     """
     name = type(optimizer).__name__
-    if name in _ADAM:
-        return "adam"
-    if name in _SGD:
-        return "sgd"
-    if name == "Muon":
-        return "muon"
-    raise UsageError(
-        f"MuP has no rule for {name}: take AdamW, MuonAdamW, SGD or another of {', '.join(sorted(_ADAM - {'AdamW'}))}"
-    )
-
-
-def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer that steps a group: in a ComposedOptimizer, the one that the group names."""
-    return optimizer.optimizers[group["optimizer"]] if isinstance(optimizer, ComposedOptimizer) else optimizer
+    rule: Rule | None = optimizer.mup_rule if isinstance(optimizer, KnowsMuPRule) else _RULES.get(name)
+    if rule is None:
+        raise UsageError(f"MuP has no rule for {name}: take one of {', '.join(_RULES)}, or MuonAdamW")
+    return rule
 
 
 def split_groups(groups: list[dict[str, Any]], factors: dict[str, float]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.([^.]+)\.original\d*$")
 _NORM_SCALE = re.compile(r"(^|\.)(original0|\w*weight\w*_g)$")  # of a weight norm: only scales the rows of a weight
 
 
-class Place(NamedTuple):
+class ParamSite(NamedTuple):
     """A parameter in the layer that computes with it.
 
     Args:
@@ -58,13 +58,13 @@ def _layers(module: nn.Module) -> dict[str, nn.Module]:
     return {clean_name(path + ".").rstrip("."): layer for path, layer in found}
 
 
-def _places(module: nn.Module) -> list[Place]:
+def _sites(module: nn.Module) -> list[ParamSite]:
     """Every parameter in every layer that holds it: a tied one comes several times. A computed weight is not read."""
     layers, found = _layers(module), []
     for raw, param in module.named_parameters(remove_duplicate=False):
         _refuse_unreadable(name := clean_name(raw), param)
         path, _, local = _PARAMETRIZED.sub(r"\1\2", name).rpartition(".")
-        found.append(Place(name, param, path, layers[path], local))
+        found.append(ParamSite(name, param, path, layers[path], local))
     return found
 
 
@@ -82,11 +82,11 @@ def head_weights(module: nn.Module) -> list[Parameter]:
         if head := _returned(child):
             found += head
             answered.append(f"{path}." if path else "")
-    matrices = list({id(place.param): place for place in _places(module) if place.is_matrix}.values())
-    for place in matrices:
-        is_head = not _in_block(place.name) and any(map(_HEAD.fullmatch, place.parts[:-1]))
-        if is_head and not place.name.startswith(tuple(answered)):
-            found.append(place.param)
+    matrices = list({id(site.param): site for site in _sites(module) if site.is_matrix}.values())
+    for site in matrices:
+        is_head = not _in_block(site.name) and any(map(_HEAD.fullmatch, site.parts[:-1]))
+        if is_head and not site.name.startswith(tuple(answered)):
+            found.append(site.param)
     last = matrices[-1] if len(matrices) > 1 else None
     if not found and last is not None and isinstance(last.layer, nn.Linear) and not _in_block(".".join(last.parts)):
         return [last.param]
@@ -158,7 +158,7 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     names of attributes. **The name of a class decides nothing**: FSDP2 renames classes, and wrappers hide them. A
     parametrization (weight norm, spectral norm) has the role of the layer whose weight it makes.
 
-    The first role of this list that fits is taken; for a tied parameter, the first that fits in any of its places:
+    The first role of this list that fits is taken; for a tied parameter, the first that fits at any of its sites:
 
     - `state`: belongs to a recurrence, by its name: `A_log`, `dt_bias`, `D` beside an `A_log` (Mamba), `time_decay`,
       `time_first`, `time_mix_...` (RWKV), of any shape;
@@ -180,51 +180,49 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     `{"qkv.weight": [512, 128, 128]}`, with names as seen from that module. `layout_of` has the other layouts.
 
     A parameter is `exempt` from weight decay if it has a true attribute `_no_weight_decay`, as in the mamba_ssm
-    package; if a module above it lists its name (seen from there) in a collection `_no_weight_decay`; or if the method
-    `no_weight_decay()` of a module above it returns its name, the name of a module which holds it, or a pattern with
-    wildcards, as in timm. Such a method may return names that the model does not have.
+    package; or if the method `no_weight_decay()` of a module above it returns its name as seen from there, the name of
+    a module which holds it, or a pattern with wildcards, as in timm. It may return names that the model does not have.
 
     Raises:
         UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a
-            `_no_weight_decay` or `_matrices` names no parameter; a method `no_weight_decay()` returns no collection of
-            names.
+            `_matrices` names no parameter; a method `no_weight_decay()` returns no collection of names.
 
     Source: `no_weight_decay` in timm's models and its use in timm/optim/_param_groups.py,
         https://github.com/huggingface/pytorch-image-models; `_no_weight_decay` in
         https://github.com/state-spaces/mamba/blob/main/mamba_ssm/modules/mamba2.py. transformers 5 has no such mark:
         its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
-    layers, places = _layers(module), _places(module)
-    exempt, heads = {id(param) for param in _exempted(layers, places)}, {id(param) for param in head_weights(module)}
-    declared, experts = _declared_parts(layers, places), _beside_experts(layers, places)
+    layers, sites = _layers(module), _sites(module)
+    exempt, heads = {id(param) for param in _exempted(layers, sites)}, {id(param) for param in head_weights(module)}
+    declared, experts = _declared_parts(layers, sites), _beside_experts(layers, sites)
     found: dict[int, RoledParam] = {}
-    for place in places:
-        param = place.param
+    for site in sites:
+        param = site.param
         if not param.requires_grad:
             continue
-        role = _role(place)
+        role = _role(site)
         if role == "matrix":
-            role = "head" if id(param) in heads else _role_of_matrix(place, experts)
+            role = "head" if id(param) in heads else _role_of_matrix(site, experts)
         known = found.get(id(param))
         if known is None or _ORDER.index(role) < _ORDER.index(known.role):
-            layout = _layout(place, role, declared.get(id(param))) if role in MATRICES else None
-            name = place.name if known is None else known.name
+            layout = _layout(site, role, declared.get(id(param))) if role in MATRICES else None
+            name = site.name if known is None else known.name
             found[id(param)] = RoledParam(name, param, role, id(param) in exempt, layout)
     if not found:
         raise UsageError(f"{type(module).__name__} has no trainable parameter: leave requires_grad on for some")
     return list(found.values())
 
 
-def _role(place: Place) -> Role:
+def _role(site: ParamSite) -> Role:
     """The role of a parameter as far as its own layer tells it; `matrix` for all matrices."""
-    layer, param = place.layer, place.param
+    layer, param = site.layer, site.param
     # a ParameterList names its members 0, 1, ...: the list's own name tells their role
-    parts = [part for part in place.parts if not part.isdigit()] or place.parts
+    parts = [part for part in site.parts if not part.isdigit()] or site.parts
     local, above = parts[-1], parts[-2] if len(parts) > 1 else ""
     if _STATE.fullmatch(local) or (_SKIP.fullmatch(local) and any(map(_STATE.fullmatch, layer._parameters))):
         return "state"
     if is_product(layer):
-        return "bias" if _BIAS.search(local) else "matrix" if place.is_matrix else "vector"
+        return "bias" if _BIAS.search(local) else "matrix" if site.is_matrix else "vector"
     if isinstance(layer, _NORMS) or _NORM.search(local) or (local in _SCALES and _NORM.search(above)):
         return "norm"
     embeds = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
@@ -235,77 +233,73 @@ def _role(place: Place) -> Role:
         return "vector"
     if embeds or _EMBEDDING.search(local) or (local == "weight" and _EMBEDDING.search(above)):
         return "embedding"
-    return "matrix" if place.is_matrix and sum(size > 1 for size in param.shape) > 1 else "vector"
+    return "matrix" if site.is_matrix and sum(size > 1 for size in param.shape) > 1 else "vector"
 
 
-def _role_of_matrix(place: Place, beside_experts: set[str]) -> Role:
+def _role_of_matrix(site: ParamSite, beside_experts: set[str]) -> Role:
     """`router`, `expert` or `matrix`; `beside_experts` are the names of the modules that have experts."""
-    path = place.parts[:-1]
+    path = site.parts[:-1]
     if any(map(_EXPERTS.fullmatch, path)):
         return "expert"
     is_gate = bool(path) and _GATE.fullmatch(path[-1]) and ".".join(path[:-1]) in beside_experts
     if is_gate or any(map(_ROUTER.fullmatch, path)):
         return "router"
-    return "expert" if place.param.ndim == 3 and not is_product(place.layer) else "matrix"
+    return "expert" if site.param.ndim == 3 and not is_product(site.layer) else "matrix"
 
 
-def _beside_experts(layers: dict[str, nn.Module], places: list[Place]) -> set[str]:
+def _beside_experts(layers: dict[str, nn.Module], sites: list[ParamSite]) -> set[str]:
     """The names of the modules that have a submodule named `experts`, or a stack of matrices of their own."""
-    stacks = (place for place in places if place.param.ndim == 3 and not is_product(place.layer))
+    stacks = (site for site in sites if site.param.ndim == 3 and not is_product(site.layer))
     named = {path.rpartition(".")[0] for path in layers if path and _EXPERTS.fullmatch(path.rpartition(".")[2])}
-    return named | {place.path for place in stacks if _role(place) == "matrix"}
+    return named | {site.path for site in stacks if _role(site) == "matrix"}
 
 
-def _layout(place: Place, role: Role, declared: list[int] | None) -> MatrixLayout:
+def _layout(site: ParamSite, role: Role, declared: list[int] | None) -> MatrixLayout:
     """The layout of a parameter, with the parts that its module declares."""
-    name = (place.parts[-2:-1] or [""])[0] if place.local == "weight" else place.local
-    layout = layout_of(place.layer, name, role, place.param.shape)
+    name = (site.parts[-2:-1] or [""])[0] if site.local == "weight" else site.local
+    layout = layout_of(site.layer, name, role, site.param.shape)
     if declared is None:
         return layout
     if sum(declared) != layout.outputs:
         raise UsageError(
-            f"_matrices: {place.name} has {layout.outputs} rows, and not {sum(declared)}: correct the numbers"
+            f"_matrices: {site.name} has {layout.outputs} rows, and not {sum(declared)}: correct the numbers"
         )
     return layout._replace(parts=tuple(declared), interleaved=False)
 
 
-def _declared_parts(layers: dict[str, nn.Module], places: list[Place]) -> dict[int, list[int]]:
+def _declared_parts(layers: dict[str, nn.Module], sites: list[ParamSite]) -> dict[int, list[int]]:
     """The outputs of each matrix in the weights that modules name in a dict `_matrices`, by the parameter's id."""
-    sizes = ((path, getattr(owner, "_matrices", {})) for path, owner in layers.items())
-    return {id(_named(places, path, name, "_matrices")): list(of[name]) for path, of in sizes for name in of}
-
-
-def _named(places: list[Place], path: str, name: str, where: str) -> Parameter:
-    """The parameter `name` as seen from the module called `path`."""
-    full = f"{path}.{name}" if path else name
-    for place in places:
-        if full in (place.name, ".".join(place.parts)):
-            return place.param
-    raise UsageError(f"{where} of module '{path}' names '{name}', which is no parameter of it: correct the name")
-
-
-def _exempted(layers: dict[str, nn.Module], places: list[Place]) -> Iterator[Parameter]:
+    by_name = {name: site.param for site in sites for name in (".".join(site.parts), site.name)}
+    found = {}
     for path, owner in layers.items():
-        for name in _names(getattr(owner, "_no_weight_decay", ()), f"_no_weight_decay of module '{path}'"):
-            yield _named(places, path, name, "_no_weight_decay")
+        for name, sizes in getattr(owner, "_matrices", {}).items():
+            param = by_name.get(f"{path}.{name}" if path else name)
+            if param is None:
+                raise UsageError(
+                    f"_matrices of module '{path}' names '{name}', which is no parameter of it: correct the name"
+                )
+            found[id(param)] = list(sizes)
+    return found
+
+
+def _exempted(layers: dict[str, nn.Module], sites: list[ParamSite]) -> Iterator[Parameter]:
+    for path, owner in layers.items():
         if callable(method := getattr(owner, "no_weight_decay", None)):
-            patterns, prefix = _names(method(), f"no_weight_decay() of module '{path}'"), f"{path}." if path else ""
+            patterns, prefix = _names(method(), path), f"{path}." if path else ""
             # timm's models of one family share a list; each has only some of its names, and some names are modules
-            for place in places:
-                name = place.name.removeprefix(prefix)
-                if place.name.startswith(prefix) and any(_matches(name, pattern) for pattern in patterns):
-                    yield place.param
-    yield from (place.param for place in places if getattr(place.param, "_no_weight_decay", False))
+            for site in sites:
+                name = site.name.removeprefix(prefix)
+                if site.name.startswith(prefix) and any(
+                    fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns
+                ):
+                    yield site.param
+    yield from (site.param for site in sites if getattr(site.param, "_no_weight_decay", False))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
-
-
-def _names(listed: Any, where: str) -> Collection[str]:
+def _names(listed: Any, path: str) -> Collection[str]:
     if isinstance(listed, str) or not isinstance(listed, Collection) or not all(isinstance(n, str) for n in listed):
         shown = " ".join(repr(listed).split())[:80]
-        raise UsageError(f"{where} is {shown}: give a collection of parameter names")
+        raise UsageError(f"no_weight_decay() of module '{path}' is {shown}: give a collection of parameter names")
     return listed
 
 

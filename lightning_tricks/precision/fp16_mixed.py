@@ -43,8 +43,8 @@ class FP16Mixed(AutocastPrecision):
         fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.
 
     Raises:
-        UsageError: an option out of its range. When training starts: LBFGS, weights in fp16, a strategy with a
-            precision of its own (FSDP1, DeepSpeed).
+        UsageError: an option out of its range. When training starts: LBFGS, a strategy with a precision of
+            its own (FSDP1, DeepSpeed).
 
     Source: Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740 (fp32 master weights, loss scaling);
         https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling (the scale's rule and its defaults).
@@ -87,17 +87,10 @@ class FP16Mixed(AutocastPrecision):
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Refuse LBFGS and fp16 weights."""
+        """Refuse LBFGS."""
         if self.scaler is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise UsageError(
                 "optimizer: LBFGS computes its loss several times a step, FP16Mixed scales it once: use AdamW"
-            )
-        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        halves = [n for n, p in model.named_parameters() if id(p) in trained and p.dtype == torch.float16]
-        if halves:
-            raise UsageError(
-                f"plugins: FP16Mixed trains fp32 weights, {halves[0]} ({len(halves)} of {len(trained)}) is float16: "
-                "build the model in fp32, or call float() on it before training"
             )
         return super().connect(model, optimizers, lr_schedulers)
 

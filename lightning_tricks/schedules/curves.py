@@ -1,16 +1,21 @@
-"""The curves of the learning rate: each a linear warmup, the peak, and its own way down."""
+"""The curves of the learning rate: their base class, and each curve: a linear warmup, the peak, and its own way down.
+
+The learning rate is a pure function of the step, so a resume needs the step alone. Subclass `Schedule` to add a curve;
+`ScheduleLR` (schedule_lr.py) drives an optimizer with one.
+"""
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, ClassVar, Literal, cast
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.schedules.schedule import Schedule, check_share, check_whole, floor_lr, warmup_lr
 
 __all__ = [
     "CosineRestarts",
     "PowerDecay",
+    "Schedule",
     "WarmupConstant",
     "WarmupCosine",
     "WarmupInverseSqrt",
@@ -19,6 +24,96 @@ __all__ = [
 ]
 
 Shape = Literal["linear", "cosine", "1-sqrt", "power"]
+
+
+class Schedule(ABC):
+    """A learning-rate curve without memory. Subclasses are frozen dataclasses that define `lr`.
+
+    Steps count optimizer updates from 0: a run of `total_steps` uses steps 0 to total_steps - 1. They may be asked for
+    in any order.
+    """
+
+    needs_total: ClassVar[bool] = False
+    """Whether the curve's shape depends on the length of the run."""
+
+    after_warmup: ClassVar[str] = "schedule"
+    """The name of the part behind the warmup, in `phases`."""
+
+    @abstractmethod
+    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
+        """The learning rate at `step`, for a group whose own learning rate is `peak`.
+
+        This is `peak * factor(step, total_steps)` up to rounding. The curve is computed between `peak` and its floor,
+        as the field's formulas are written, because a rounded factor times the peak can be another float.
+
+        Args:
+            peak: the group's own learning rate, from the recipe.
+            step: optimizer updates done before this one, 0 or more.
+            total_steps: optimizer updates in the whole run (`trainer.max_steps`); None or -1 for unknown.
+        """
+
+    def factor(self, step: int, total_steps: int | None) -> float:
+        """The multiplier of each group's own learning rate at `step`: from 0 to 1, equal to `lr(1.0, ...)`."""
+        return self.lr(1.0, step, total_steps)
+
+    def phases(self, total_steps: int | None) -> list[tuple[str, int]]:
+        """The parts of the curve, each with its name and first step, for a run that `check` accepts.
+
+        A subclass without a `warmup_steps` has one part, from step 0 to the end.
+        """
+        warmup_steps: int = getattr(self, "warmup_steps", 0)
+        return [*([("warmup", 0)] if warmup_steps else []), (self.after_warmup, warmup_steps)]
+
+    def check(self, total_steps: int | None) -> None:
+        """Refuse a run that this curve does not fit, so that it fails before training.
+
+        Raises:
+            UsageError: the length is unknown and the curve depends on it, or the warmup never ends.
+        """
+        name = type(self).__name__
+        if total_steps is None or total_steps == -1:
+            if self.needs_total:
+                raise UsageError(
+                    f"{name} needs the length of the run, which loaders without a length and manual optimization do "
+                    f"not tell: set trainer.max_steps (now {total_steps}), trainer.max_epochs or total_tokens"
+                )
+            return
+        warmup_steps = getattr(self, "warmup_steps", 0)
+        if warmup_steps >= total_steps:
+            raise UsageError(
+                f"{name}.warmup_steps={warmup_steps} is not below trainer.max_steps={total_steps}: "
+                "shorten the warmup or lengthen the run"
+            )
+
+
+def check_whole(schedule: Schedule, option: str, least: int = 0) -> None:
+    """Refuse an option that is not a whole number of at least `least`: a float, a bool, NaN."""
+    value = getattr(schedule, option)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{type(schedule).__name__}.{option}={value!r}: give a whole number, {least} or more")
+
+
+def check_share(schedule: Schedule, option: str) -> None:
+    """Refuse an option that is not a number from 0 to 1."""
+    value = getattr(schedule, option)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UsageError(f"{type(schedule).__name__}.{option}={value!r}: give a number between 0 and 1")
+
+
+def warmup_lr(peak: float, step: int, warmup_steps: int) -> float:
+    """Linear warmup: peak / warmup_steps at step 0, the peak at step warmup_steps - 1, never 0.
+
+    Source: `get_lr` in https://github.com/karpathy/build-nanogpt/blob/master/train_gpt2.py.
+    """
+    return peak * (step + 1) / warmup_steps
+
+
+def floor_lr(peak: float, min_ratio: float) -> float:
+    """The share `min_ratio` of `peak`, multiplied as decimals: 0.1 of 6e-4 is the float 6e-05.
+
+    The binary product 6e-4 * 0.1 is 5.9999999999999995e-05, which is not what a recipe's author means.
+    """
+    return float(Decimal(repr(float(peak))) * Decimal(repr(float(min_ratio))))
 
 
 def share_left(shape: Shape, done: int, length: int, power: float = 1.0) -> float:
@@ -39,8 +134,28 @@ def share_left(shape: Shape, done: int, length: int, power: float = 1.0) -> floa
     return float(((length - done) / length) ** power)
 
 
+class _WithWarmup(Schedule):
+    """Base of the curves that follow: a linear warmup, then their own `_after_warmup`."""
+
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
+        check_whole(self, "warmup_steps")
+
+    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
+        """Learning rate at `step`; see the class."""
+        self.check(total_steps)
+        if step < self.warmup_steps:
+            return warmup_lr(peak, step, self.warmup_steps)
+        return self._after_warmup(peak, step, total_steps)
+
+    @abstractmethod
+    def _after_warmup(self, peak: float, step: int, total_steps: int | None) -> float:
+        """The learning rate from step `warmup_steps` on."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class WarmupConstant(Schedule):
+class WarmupConstant(_WithWarmup):
     """Linear warmup to the peak, then the peak. Needs no `max_steps`.
 
     First step (0): 1 / warmup_steps of the peak, or the peak itself without warmup. From step warmup_steps - 1 to the
@@ -60,17 +175,12 @@ class WarmupConstant(Schedule):
 
     warmup_steps: int
 
-    def __post_init__(self) -> None:
-        check_whole(self, "warmup_steps")
-
-    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
-        """Learning rate at `step`; see the class."""
-        self.check(total_steps)
-        return warmup_lr(peak, step, self.warmup_steps) if step < self.warmup_steps else peak
+    def _after_warmup(self, peak: float, step: int, total_steps: int | None) -> float:
+        return peak
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupInverseSqrt(Schedule):
+class WarmupInverseSqrt(_WithWarmup):
     """Linear warmup to the peak, then `peak * sqrt(warmup_steps / t)` with t = step + 1; never below `min_ratio`.
 
     It needs no `max_steps`. Without warmup it is `peak / sqrt(t)`.
@@ -94,20 +204,16 @@ class WarmupInverseSqrt(Schedule):
     min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        check_whole(self, "warmup_steps")
+        super().__post_init__()
         check_share(self, "min_ratio")
 
-    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
-        """Learning rate at `step`; see the class."""
-        self.check(total_steps)
-        if step < self.warmup_steps:
-            return warmup_lr(peak, step, self.warmup_steps)
+    def _after_warmup(self, peak: float, step: int, total_steps: int | None) -> float:
         decayed = peak * math.sqrt(max(1, self.warmup_steps) / (step + 1))
         return max(floor_lr(peak, self.min_ratio), decayed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineRestarts(Schedule):
+class CosineRestarts(_WithWarmup):
     """Linear warmup, then cosine decays to `min_ratio` of the peak; the first takes `cycle_steps`, the n-th
     `cycle_steps * cycle_mult ** (n - 1)`. Needs no `max_steps`.
 
@@ -137,14 +243,10 @@ class CosineRestarts(Schedule):
     def __post_init__(self) -> None:
         check_whole(self, "cycle_steps", least=1)
         check_whole(self, "cycle_mult", least=1)
-        check_whole(self, "warmup_steps")
+        super().__post_init__()
         check_share(self, "min_ratio")
 
-    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
-        """Learning rate at `step`; see the class."""
-        self.check(total_steps)
-        if step < self.warmup_steps:
-            return warmup_lr(peak, step, self.warmup_steps)
+    def _after_warmup(self, peak: float, step: int, total_steps: int | None) -> float:
         done, length = step - self.warmup_steps, self.cycle_steps
         if self.cycle_mult == 1:
             done %= length
@@ -154,17 +256,18 @@ class CosineRestarts(Schedule):
         return floor + share_left("cosine", done, length) * (peak - floor)
 
 
-class _DecaysToTheEnd(Schedule):
+class _DecaysToTheEnd(_WithWarmup):
     """Base of the curves whose decay ends with the run, at `min_ratio` of the peak."""
 
     needs_total: ClassVar[bool] = True
     after_warmup: ClassVar[str] = "stable"
 
-    warmup_steps: int
     min_ratio: float
+    decay_shape: Shape
+    power: float = 1.0  # of a decay_shape "power"
 
     def __post_init__(self) -> None:
-        check_whole(self, "warmup_steps")
+        super().__post_init__()
         check_share(self, "min_ratio")
 
     def start_of_decay(self, total: int) -> int:
@@ -173,24 +276,17 @@ class _DecaysToTheEnd(Schedule):
 
     def phases(self, total_steps: int | None) -> list[tuple[str, int]]:
         """Warmup, stable part and decay, without those that have no step."""
-        start = self.start_of_decay(self._checked(total_steps))
+        self.check(total_steps)
+        start = self.start_of_decay(cast(int, total_steps))
         return [part for part in super().phases(total_steps) if part[1] < start] + [("decay", start)]
 
-    @abstractmethod
-    def _share_left(self, done: int, length: int) -> float:
-        """`share_left` of this curve's decay."""
-
-    def lr(self, peak: float, step: int, total_steps: int | None) -> float:
-        """Learning rate at `step`; see the class."""
-        total = self._checked(total_steps)
-        if step < self.warmup_steps:
-            return warmup_lr(peak, step, self.warmup_steps)
+    def _after_warmup(self, peak: float, step: int, total_steps: int | None) -> float:
+        total = cast(int, total_steps)  # `check` has refused None
         start = self.start_of_decay(total)
         if step < start:
             return peak
-        floor = floor_lr(peak, self.min_ratio)
-        length = total - start
-        return floor + self._share_left(min(step - start, length), length) * (peak - floor)
+        floor, length = floor_lr(peak, self.min_ratio), total - start
+        return floor + share_left(self.decay_shape, min(step - start, length), length, self.power) * (peak - floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +312,7 @@ class WarmupLinear(_DecaysToTheEnd):
     warmup_steps: int
     min_ratio: float = 0.0
 
-    def _share_left(self, done: int, length: int) -> float:
-        return share_left("linear", done, length)
+    decay_shape = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +340,7 @@ class WarmupCosine(_DecaysToTheEnd):
     warmup_steps: int
     min_ratio: float = 0.1
 
-    def _share_left(self, done: int, length: int) -> float:
-        return share_left("cosine", done, length)
+    decay_shape = "cosine"
 
 
 class _DecaysAfterThePeak(_DecaysToTheEnd):
@@ -341,9 +435,6 @@ class WarmupStableDecay(_DecaysAfterThePeak):
         if self.decay_shape not in shapes:
             raise UsageError(f"WarmupStableDecay.decay_shape={self.decay_shape!r}: give one of {', '.join(shapes)}")
 
-    def _share_left(self, done: int, length: int) -> float:
-        return share_left(self.decay_shape, done, length)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PowerDecay(_DecaysAfterThePeak):
@@ -387,6 +478,7 @@ class PowerDecay(_DecaysAfterThePeak):
     decay_start: int | None = None
     min_ratio: float = 0.0
 
+    decay_shape = "power"
     default_decay_fraction: ClassVar[float] = 0.8
 
     def __post_init__(self) -> None:
@@ -394,9 +486,6 @@ class PowerDecay(_DecaysAfterThePeak):
         power: Any = self.power
         if isinstance(power, bool) or not isinstance(power, int | float) or not 0 < power < math.inf:
             raise UsageError(f"PowerDecay.power={power!r}: give a number above 0; 1 is a straight line")
-
-    def _share_left(self, done: int, length: int) -> float:
-        return share_left("power", done, length, self.power)
 
     def lr(self, peak: float, step: int, total_steps: int | None) -> float:
         """Learning rate at `step`; see the class."""

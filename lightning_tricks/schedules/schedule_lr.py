@@ -1,14 +1,19 @@
-"""Drive any torch optimizer with a `Schedule`: a torch scheduler whose only state is the step."""
+"""Drive any torch optimizer with a `Schedule`: a torch scheduler whose only state is the step.
+
+`planned_groups` tells the learning rate and weight decay of each group at any step, for the command `schedule` and for
+the dashboard.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_tricks.schedules.schedule import Schedule
+from lightning_tricks.schedules.curves import Schedule
 
 __all__ = ["ScheduleLR"]
 
@@ -76,7 +81,7 @@ class ScheduleLR(LRScheduler):
         self.loaded_lr: float | None = None  # of the first group, in the optimizer's state that was loaded last
         # before any hook that puts the recipe's settings into the state
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._note_lr(state), prepend=True)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._apply())
+        optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
 
     def _note_lr(self, state: dict[str, Any]) -> None:
         groups = state.get("param_groups") or [{}]
@@ -104,7 +109,7 @@ class ScheduleLR(LRScheduler):
         """
         self._check(total_steps)
         self.total_steps, self.length_follows = total_steps, False
-        self._apply()
+        self.refresh()
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the current step."""
@@ -142,15 +147,11 @@ class ScheduleLR(LRScheduler):
         It belongs to the recipe like the schedule, so no state dict holds it. Factors of several calls multiply.
         """
         self._factors.append(factor)
-        self._apply()
+        self.refresh()
 
     def factor(self, step: int) -> float:
         """The product of the factors of `scale_by` at `step`; 1.0 without any."""
         return math.prod((factor(step) for factor in self._factors), start=1.0)
-
-    def refresh(self) -> None:
-        """Set the learning rates anew, after the value of a factor has changed."""
-        self._apply()
 
     def state_dict(self) -> dict[str, Any]:
         """The step, without any setting of the recipe."""
@@ -159,9 +160,10 @@ class ScheduleLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the step from `state_dict` and set the recipe's learning rates for it."""
         self.last_epoch, self.has_loaded = state_dict["last_epoch"], True
-        self._apply()
+        self.refresh()
 
-    def _apply(self) -> None:
+    def refresh(self) -> None:
+        """Set the learning rates and decays of the current step anew, such as after a factor has changed."""
         last: list[float | Tensor] = []
         for group, base, lr in zip(self.optimizer.param_groups, self.base_lrs, self.get_lr(), strict=True):
             group["initial_lr"] = base.clone() if isinstance(base, Tensor) else base
@@ -174,3 +176,56 @@ class ScheduleLR(LRScheduler):
             last.append(group["lr"].clone() if isinstance(group["lr"], Tensor) else lr)
         self._last_lr = last
         self._set_decays()
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """The curves of one parameter group.
+
+    Args:
+        name: of the group; `group 0` and so on for groups without one.
+        lr_scale: by which the group's learning rate differs from that of the recipe; 1.0 where nothing has set it.
+        lr: learning rate at each of the steps asked for, as the optimizer has it.
+        weight_decay: likewise.
+    """
+
+    name: str
+    lr_scale: float
+    lr: tuple[float, ...]
+    weight_decay: tuple[float, ...]
+
+    @property
+    def unscaled_lr(self) -> tuple[float, ...]:
+        """The learning rates without the group's scale: those of the first group are what LRMonitor logs."""
+        return tuple(lr / (self.lr_scale or 1.0) for lr in self.lr)
+
+
+def planned_groups(scheduler: ScheduleLR, steps: Iterable[int]) -> tuple[PlannedGroup, ...]:
+    """The learning rate and weight decay of each group of a scheduler's optimizer, at any steps of the run.
+
+    Example:
+        >>> import torch
+        >>> from lightning_tricks.schedules import WarmupLinear
+        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0, weight_decay=0.1)
+        >>> planned_groups(ScheduleLR(optimizer, WarmupLinear(warmup_steps=2), total_steps=4), range(4))
+        (PlannedGroup(name='group 0', lr_scale=1.0, lr=(0.5, 1.0, 1.0, 0.5), weight_decay=(0.1, 0.1, 0.1, 0.1)),)
+    """
+    chosen = tuple(steps)
+    lrs, decays = ([at(step) for step in chosen] for at in (scheduler.lrs_at, scheduler.decays_at))
+    return tuple(
+        PlannedGroup(
+            str(group.get("name", f"group {number}")),
+            float(group.get("lr_scale") or 1.0),
+            tuple(float(each[number]) for each in lrs),
+            tuple(float(each[number]) for each in decays),
+        )
+        for number, group in enumerate(scheduler.optimizer.param_groups)
+    )
+
+
+def chosen_steps(total_steps: int, points: int = 600, also: Sequence[int] = ()) -> list[int]:
+    """Up to `points` steps of a run, evenly spaced with the first and the last, and those of `also` that it has."""
+    if total_steps < 1:
+        return []
+    even = {round(i * (total_steps - 1) / max(points - 1, 1)) for i in range(points)}
+    return sorted(even.union(step for step in also if 0 <= step < total_steps))

@@ -17,7 +17,8 @@ from lightning_tricks import RecipeCLI
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, size_of_folder
 from lightning_tricks.cli import main
-from lightning_tricks.optim import decay_groups, keep_settings_on_load
+from lightning_tricks.optim import decay_groups
+from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load
 
 # as torch and Lightning name things: state by name, groups in the optimizer's order, which is not the module's
 NAMED = {

@@ -350,7 +350,7 @@ def test_what_products_in_fp8_keep_is_what_real_ones_keep():
     lines = plan.memory.instants[LOSS]
     module = Decoder(TWO_BLOCKS)
     fp8(emulate=True).convert_before_sharding(module)
-    import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(
+    import_module("lightning_tricks.precision.float8_linear").unwrap_unsharded(
         part for part in module.modules() if isinstance(part, torch.nn.Linear)
     )
     own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.optim import AdamWBF16State
+from lightning_tricks import AdamWBF16State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -107,11 +107,6 @@ def fail(model: Counter) -> None:
     raise RuntimeError("power cut")
 
 
-def stop(model: Counter) -> torch.Tensor:
-    model.trainer.should_stop = True
-    return model.weight * 0.0
-
-
 def test_a_window_that_an_exception_cut_short_leaves_nothing_to_the_next_fit():
     model = Counter()
     for at in (2, 3):  # in a window's second batch, and in its first
@@ -130,14 +125,6 @@ def test_the_first_step_of_a_second_fit_is_right_after_a_first_one_that_was_cut(
     assert count(model, [2, 1, 5, 3]) == pytest.approx([1.0, 1.0])
 
 
-def test_a_fit_that_was_told_to_stop_in_mid_window_leaves_nothing():
-    model = Counter()
-    model.at = {1: stop}
-    assert count(model, [1, 2, 3, 4]) == []
-    model.at = {}
-    assert count(model, [2, 1, 5, 3]) == pytest.approx([1.0, 1.0])
-
-
 def test_a_micro_batch_that_the_training_step_skips_does_not_count():
     model = Counter()
     skip = lambda model: None  # noqa: E731
@@ -151,18 +138,6 @@ def test_a_loss_that_is_no_token_mean_is_left_as_it_is():
             return self.weight * batch
 
     assert count(Plain(), [1, 2, 3, 5]) == [1.5, 4.0]  # Lightning's mean over the micro-batches
-
-
-def test_another_number_of_tokens_to_a_batch_in_a_second_fit_is_as_right_as_the_first():
-    model = Counter()
-    assert count(model, [1, 2]) == pytest.approx([1.0])
-    assert model.step_mean().item() == 0.0
-    assert count(model, [900, 100]) == pytest.approx([1.0])
-
-
-def test_behind_the_lightning_module_it_is_refused():
-    with pytest.raises(UsageError, match="put TokenMeanMixin before the LightningModule"):
-        type("Late", (pl.LightningModule, TokenMeanMixin), {})
 
 
 def test_a_strategy_that_lets_nobody_scale_the_gradients_is_refused():

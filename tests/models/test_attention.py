@@ -64,23 +64,6 @@ def test_bf16_on_a_cpu_goes_by_products_up_to_the_limit(monkeypatch):
     assert lengths == [attention.PRODUCTS_MAX_LENGTH + 1]
 
 
-def test_grouped_heads_are_repeated_wherever_a_fused_kernel_might_refuse_them(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda q, k, v, **options: calls.append((k.shape[1], options)) or q
-    )
-    q, k = torch.randn(1, 4, 3, 2), torch.randn(1, 2, 3, 2)
-    mask = document_mask(torch.zeros(1, 3, dtype=torch.int32))
-    causal_attention(q, k, k)
-    causal_attention(q, k, k, mask)
-    causal_attention(q, q, q)
-    assert calls == [
-        (2, {"attn_mask": None, "is_causal": True, "scale": None, "enable_gqa": True}),
-        (4, {"attn_mask": mask, "is_causal": False, "scale": None, "enable_gqa": False}),
-        (4, {"attn_mask": None, "is_causal": True, "scale": None, "enable_gqa": False}),
-    ]
-
-
 def test_a_pair_of_dimensions_turns_by_its_angle():
     cos, sin = RotaryPositions(4, 8, theta=100.0)(8, torch.float32)
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(8, 4)  # pair 0 is (1, 0), pair 1 is (0, 2)

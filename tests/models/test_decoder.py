@@ -49,11 +49,6 @@ def test_packed_documents_get_the_logits_each_would_have_alone(config, dtype):
     torch.testing.assert_close(decoder(input_ids, document_ids), expected, **tolerance)
 
 
-def test_head_of_features_is_forward(config):
-    decoder, input_ids = build(config), tokens(2, 10)
-    assert torch.equal(decoder.head(decoder.features(input_ids)), decoder(input_ids))
-
-
 def test_positions_past_the_longest_row_are_refused_with_both_numbers(config):
     decoder = build(config)
     assert decoder(tokens(1, 24)).shape == (1, 24, 61)
@@ -97,18 +92,6 @@ def test_bf16_logits_and_gradients_stay_near_those_of_fp32(config, place):
         assert error < 0.1 * torch.linalg.vector_norm(gradient) + slack, name
 
 
-def test_autocast_leaves_no_warning_and_master_weights_in_fp32(config, recwarn):
-    decoder = build(config)
-    torch.set_warn_always(True)  # torch's own warnings come once a process otherwise
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = gradients(decoder, tokens(2, 24))
-    finally:
-        torch.set_warn_always(False)
-    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-    assert not [str(w.message) for w in recwarn]
-
-
 def test_autocast_has_nothing_left_to_cast_before_a_linear_layer(config):
     decoder, seen = build(config), []
     for module in decoder.modules():
@@ -144,33 +127,12 @@ def test_weights_drawn_after_meta_equal_those_drawn_at_once(config):
     assert torch.equal(late(tokens(1, 24)), direct(tokens(1, 24)))
 
 
-def test_a_generator_decides_the_weights_alone(config):
-    decoder = Decoder(config)
-    drawn = []
-    for seed in (1, 1, 2):
-        decoder.init_weights(torch.Generator().manual_seed(seed))
-        drawn.append(torch.nn.utils.parameters_to_vector(decoder.parameters()).clone())
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
-def test_the_meta_device_gives_shapes(config):
-    with torch.device("meta"):
-        logits = Decoder(config)(torch.zeros(2, 24, dtype=torch.int64), torch.zeros(2, 24, dtype=torch.int32))
-    assert logits.is_meta
-    assert logits.shape == (2, 24, 61)
-
-
 def test_labels_turn_logits_into_the_sum_of_cross_entropies(config):
     decoder, input_ids = build(config), tokens(2, 24)
     labels = tokens(2, 24).roll(-1, dims=1)
     labels[0, 5:9] = -100
     expected = F.cross_entropy(decoder(input_ids).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(decoder(input_ids, labels=labels), expected)
-
-
-def test_tables_of_positions_are_not_saved(config):
-    assert not [name for name in build(config).state_dict() if name.endswith(("cos", "sin"))]
 
 
 @pytest.mark.parametrize("family", [Llama, GPT2])

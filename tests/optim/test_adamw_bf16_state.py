@@ -6,8 +6,10 @@ from torch import bfloat16, nn
 
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import AdamWBF16State, ComposedOptimizer, adamw_bf16_state, build_optimizer, skips_on_device
+from lightning_tricks.optim import ComposedOptimizer, adamw_bf16_state, build_optimizer, skips_on_device
+from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State
 from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.optim.mup import rule_of
 
 
 @pytest.fixture
@@ -29,18 +31,6 @@ def test_on_a_cpu_it_is_refused_in_one_line_when_it_is_built():
     assert "\n" not in line
 
 
-def test_every_path_of_adamw_on_a_cpu_raises_with_averages_in_bf16():
-    """The reason of the refusal: when a torch takes them, it ends by itself."""
-    for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.AdamW([weight], **options)
-        zeros = [torch.zeros(2, dtype=bfloat16) for _ in range(2)]
-        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-        weight.grad = torch.ones(2)
-        with pytest.raises(RuntimeError):
-            optimizer.step()
-
-
 def test_the_settings_of_a_recipe_are_checked_on_a_machine_without_a_gpu():
     assert check_settings(AdamWBF16State) is None  # the small module is on a CPU, the run may be on a GPU
     model = LanguageModel(Llama(vocab_size=32, d_model=16, n_layers=1, n_heads=2), optimizer=AdamWBF16State)
@@ -56,6 +46,7 @@ def test_state_takes_four_bytes_a_parameter_and_is_there_before_the_first_step(k
     assert all(average.shape == parameter.shape for parameter in model.parameters() for average in
                (optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]))  # fmt: skip
     assert skips_on_device(optimizer)
+    assert rule_of(optimizer) == "adam"
     assert all(group["fused"] for group in optimizer.param_groups)
     optimizer = AdamWBF16State(model.parameters())
     optimizer.add_param_group({"params": [extra := nn.Parameter(torch.zeros(3))]})

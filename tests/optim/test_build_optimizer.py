@@ -48,32 +48,30 @@ def test_each_group_has_a_tensor_of_its_own_where_the_learning_rate_is_one():
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([7, 0.5, 0.05])
 
 
-@pytest.mark.parametrize("lr", [-1.0, math.nan, math.inf])
-def test_a_learning_rate_that_is_no_finite_number_from_0_is_refused(lr):
-    with pytest.raises(UsageError, match=rf"^[^\n]*\blr\b[^\n]*{lr}[^\n]*$"):
-        build_optimizer(model(), adamw(lr=lr))
-
-
-def test_what_the_optimizer_refuses_is_one_line():
-    with pytest.raises(UsageError, match=r"^optimizer\.betas: [^\n]*$"):
-        build_optimizer(model(), adamw(betas=(0.9, 1.5)))
-
-
-def test_a_decay_given_to_the_optimizer_is_refused_because_it_would_have_no_effect():
-    with pytest.raises(UsageError, match=r"weight_decay=0\.2 of AdamW would have no effect"):
-        build_optimizer(model(), adamw(weight_decay=0.2))
-    build_optimizer(model(), adamw(weight_decay=0.01))  # the class's default: what a recipe without it gives
+def test_a_decay_of_the_class_itself_is_none_that_a_recipe_gives():
+    build_optimizer(model(), adamw(weight_decay=0.01))
     build_optimizer(model(), lambda groups: torch.optim.SGD(groups, lr=0.1))
 
 
-def test_an_optimizer_that_drops_a_parameter_is_refused():
-    with pytest.raises(UsageError, match=r"'0\.bias' is in no group"):
-        build_optimizer(model(), lambda groups: torch.optim.SGD(groups[:1], lr=0.1))
-
-
-def test_torchs_muon_alone_names_the_one_that_takes_a_whole_model():
-    with pytest.raises(UsageError, match=r"Muon only supports 2D parameters .*; take MuonAdamW"):
-        build_optimizer(nn.Linear(2, 2), torch.optim.Muon)
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (adamw(lr=-1.0), "optimizer: Invalid learning rate: -1.0"),
+        (adamw(lr=math.nan), "optimizer: Invalid learning rate: nan"),
+        (adamw(lr=math.inf), "lr=inf of the optimizer"),
+        (adamw(betas=(0.9, 1.5)), "optimizer: Invalid beta"),
+        (adamw(weight_decay=0.2), "weight_decay=0.2 of AdamW would have no effect"),
+        (lambda groups: torch.optim.SGD(groups[:1], lr=0.1), "parameter '0.bias' is in no group"),
+        (
+            lambda groups: (adamw()(groups), None),
+            "optimizer: its function returns a tuple: let it return the optimizer",
+        ),
+        (torch.optim.Muon, "optimizer: Muon only supports 2D parameters"),
+    ],
+)
+def test_what_cannot_be_is_one_line(optimizer, words):
+    with pytest.raises(UsageError, match=rf"^{words}[^\n]*$"):
+        build_optimizer(model(), optimizer)
 
 
 @pytest.mark.parametrize("needs", [lambda groups: torch.optim.SGD([groups[2]], lr=0.1), torch.optim.Muon])
@@ -82,6 +80,6 @@ def test_what_an_optimizer_needs_of_the_parameters_is_no_wrong_setting(needs):
 
 
 def test_a_wrong_setting_is_refused_before_there_is_a_module():
-    with pytest.raises(UsageError, match=r"^optimizer\.lr: Invalid learning rate: -1\.0; give another value$"):
+    with pytest.raises(UsageError, match=r"^optimizer: Invalid learning rate: -1\.0$"):
         check_settings(adamw(lr=-1.0))
     assert type(check_settings(adamw(lr=1.0))) is torch.optim.AdamW

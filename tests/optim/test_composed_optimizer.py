@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import fast_bf16
 from lightning_tricks.optim import (
     ComposedOptimizer,
     Muon,
@@ -38,26 +37,6 @@ def train(model, optimizer, first, last, scheduler=None):
 
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_each_parameter_is_trained_as_by_its_own_optimizer(monkeypatch):
-    monkeypatch.setattr(fast_bf16, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
-    composed, apart = net(), net()
-    train(composed, MuonAdamW(decay_groups(composed), lr=0.01), 0, 5)
-    by_name = dict(apart.named_parameters())
-    muon = torch.optim.Muon(
-        [by_name[name] for name in ("0.weight", "2.weight")], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
-    settings = {"lr": 0.01, "betas": (0.9, 0.95), "fused": True}
-    head = torch.optim.AdamW([by_name["3.weight"]], weight_decay=0.1, **settings)
-    vectors = torch.optim.AdamW([p for p in apart.parameters() if p.ndim < 2], weight_decay=0.0, **settings)
-    for step in range(5):
-        torch.manual_seed(step)
-        apart.zero_grad()
-        apart(torch.randn(3, 4)).square().mean().backward()
-        for optimizer in (muon, head, vectors):
-            optimizer.step()
-    assert same(composed, apart)
 
 
 @pytest.mark.parametrize("through", ["state_dict", "pickle"])
@@ -144,19 +123,6 @@ def test_a_group_that_is_added_later_goes_to_its_optimizer():
     optimizer.step()
     assert (late < 1).all()
     assert optimizer.optimizers["adamw"].param_groups[-1] is optimizer.param_groups[-1]
-
-
-def test_a_gradient_scaler_skips_all_of_it():
-    model = net()
-    before = copy.deepcopy(model)
-    optimizer = MuonAdamW(decay_groups(model), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(1, 4)).square().mean()).backward()
-    model[0].bias.grad[0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert same(model, before)
-    assert scaler.get_scale() == 2.0
 
 
 def test_a_step_is_skipped_on_the_device_where_all_of_its_optimizers_can():

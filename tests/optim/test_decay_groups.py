@@ -8,7 +8,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import ParamRule, check_each_parameter_once, decay_groups, groups_table
+from lightning_tricks.optim import LayerwiseLRDecay, ParamRule, build_optimizer, decay_groups, groups_table
+from lightning_tricks.optim.decay_groups import check_each_parameter_once
 
 
 def gpt2():
@@ -59,21 +60,6 @@ def test_groups_by_hand():
     assert [(group["weight_decay"], group["lr_scale"]) for group in groups] == [(0.3, 1.0), (0.0, 1.0)]
 
 
-def test_an_empty_group_is_left_out():
-    assert [group["name"] for group in decay_groups(nn.Linear(2, 2, bias=False))] == ["decay"]
-    assert [group["name"] for group in decay_groups(nn.LayerNorm(2))] == ["no_decay"]
-
-
-def test_the_default_decay_is_a_tenth():
-    assert decay_groups(Model())[0]["weight_decay"] == 0.1
-
-
-@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
-def test_a_decay_that_is_no_finite_number_from_0_is_refused(bad):
-    with pytest.raises(UsageError, match=f"weight_decay={bad}"):
-        decay_groups(Model(), weight_decay=bad)
-
-
 # ---- rules
 
 
@@ -96,12 +82,6 @@ def test_a_rule_with_a_decay_beats_the_roles():
     }
     assert decays["embed.weight"] == decays["norm.weight"] == decays["norm.bias"] == 0.02
     assert decays["layers.0.weight"] == 0.1
-
-
-def test_the_first_matching_rule_wins():
-    groups = decay_groups(Model(), rules=[ParamRule("embed", lr_scale=2), ParamRule("weight", lr_scale=3)])
-    scale = {name: group["lr_scale"] for group in groups for name in group["param_names"]}
-    assert (scale["embed.weight"], scale["layers.0.weight"], scale["layers.0.bias"]) == (2, 3, 1)
 
 
 def test_a_rule_for_a_role_and_one_for_a_pattern_of_the_same_word_have_groups_of_their_own():
@@ -147,11 +127,17 @@ def test_rules_for_embedding_and_head_hold_for_a_model_that_ties_the_two(build, 
     assert {scales[param] for param in model.model.layers.parameters()} == {1}
 
 
-def test_a_rule_for_the_head_alone_finds_it_under_its_second_name():
-    groups = decay_groups(gpt2(), rules=[ParamRule("^lm_head", lr_scale=3)])
-    assert {group["name"]: group["param_names"] for group in groups if group["lr_scale"] == 3} == {
-        "decay:^lm_head": ["transformer.wte.weight"]
-    }
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda bad=bad: decay_groups(Model(), bad), f"weight_decay={bad}") for bad in (-0.1, math.nan)),
+        (lambda: LayerwiseLRDecay(1.5), r"LayerwiseLRDecay\.decay=1\.5"),
+        (lambda: decay_groups(nn.Linear(4, 4), rules=[LayerwiseLRDecay()]), "Linear has no repeated blocks"),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(call, words):
+    with pytest.raises(UsageError, match=words):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +145,7 @@ def test_a_rule_for_the_head_alone_finds_it_under_its_second_name():
     [
         ({}, "^ParamRule: it has neither pattern nor role: say which parameters it is for$"),
         ({"role": "body"}, r"^ParamRule\.role='body': give one of state, norm, bias, "),
-        ({"pattern": "("}, r"pattern='\(' is no regular expression"),
+        ({"pattern": "("}, r"^ParamRule: pattern '\(' is no regular expression"),
         ({"pattern": "a", "lr_scale": -1.0}, r"lr_scale=-1\.0 \(pattern 'a'\)"),
         ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),
         ({"pattern": "a", "weight_decay": -0.1}, r"weight_decay=-0\.1"),
@@ -174,27 +160,15 @@ def test_a_rule_refuses_a_bad_setting(settings, message):
 # ---- each once
 
 
-def test_a_parameter_left_out_is_named():
+def test_a_parameter_left_out_or_in_two_groups_is_named_unless_it_is_frozen():
     model = Model()
-    groups = decay_groups(model)
-    check_each_parameter_once(model, groups)
-    groups[0]["params"] = groups[0]["params"][1:]
+    model.norm.requires_grad_(False)
+    first, second = decay_groups(model)
+    check_each_parameter_once(model, [first, second])
     with pytest.raises(UsageError, match=r"'embed\.weight' is in no group"):
-        check_each_parameter_once(model, groups)
-
-
-def test_a_parameter_in_two_groups_is_named():
-    model = Model()
-    groups = decay_groups(model)
-    groups[1]["params"] = [*groups[1]["params"], model.embed.weight]
+        check_each_parameter_once(model, [second])
     with pytest.raises(UsageError, match=r"'embed\.weight' is in 2 groups"):
-        check_each_parameter_once(model, groups)
-
-
-def test_a_frozen_parameter_need_not_be_in_a_group():
-    model = Model()
-    model.embed.weight.requires_grad_(False)
-    check_each_parameter_once(model, decay_groups(model))
+        check_each_parameter_once(model, [first, first, second])
 
 
 # ---- the table
@@ -217,18 +191,6 @@ def test_the_table_counts_a_parameter_that_deepspeed_has_partitioned_as_a_whole(
     assert groups_table([{"name": "decay", "params": [partitioned]}], lr=1.0).splitlines()[-1].split()[-1] == "12"
 
 
-def test_the_table_shows_an_optimizers_own_learning_rates():
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1234, 1))], "lr": torch.tensor(0.25)}], lr=1)
-    assert groups_table(optimizer.param_groups, lr=9).splitlines()[1].split() == [
-        "group",
-        "0",
-        "1",
-        "1,234",
-        "0.25",
-        "0",
-    ]
-
-
 def test_the_state_of_a_recurrence_does_not_decay_and_a_class_token_does_unless_its_model_exempts_it():
     mixer = nn.Linear(2, 2)
     mixer.A_log = nn.Parameter(torch.zeros(2, 2))
@@ -237,3 +199,58 @@ def test_the_state_of_a_recurrence_does_not_decay_and_a_class_token_does_unless_
     assert by_name == {"decay": ["weight", "cls_token"], "no_decay": ["bias", "A_log"]}
     mixer.no_weight_decay = lambda: {"cls_token", "pos_embed"}
     assert "cls_token" in decay_groups(mixer)[1]["param_names"]
+
+
+# ---- LayerwiseLRDecay
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 8)
+
+
+def scales(model, rules):
+    optimizer = build_optimizer(model, rules=rules)
+    return {name: round(group["lr"] / 3e-4, 6) for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def test_each_block_learns_by_its_depth():
+    rules = [ParamRule(r"^blocks\.1\.0\.bias$", lr_scale=3.0), LayerwiseLRDecay(0.5)]
+    assert scales(Blocks(), rules) == {
+        "embed.weight": 0.5**4,
+        **{f"blocks.0.{name}": 0.5**3 for name in ("0.weight", "0.bias", "1.weight", "1.bias")},
+        **{f"blocks.1.{name}": 0.5**2 for name in ("0.weight", "1.weight", "1.bias")},
+        "blocks.1.0.bias": 3.0,
+        **{f"blocks.2.{name}": 0.5 for name in ("0.weight", "0.bias", "1.weight", "1.bias")},
+        **dict.fromkeys(("norm.weight", "norm.bias", "head.weight", "head.bias"), 1.0),
+    }
+
+
+def test_a_frozen_block_and_one_that_an_earlier_rule_takes_change_nothing_for_the_others():
+    model, rules = Blocks(), [ParamRule(r"^blocks\.1\.", lr_scale=3.0), LayerwiseLRDecay(0.5)]
+    whole = scales(model, rules)
+    assert {name[:8]: scale for name, scale in whole.items() if name.startswith("blocks")} == {
+        "blocks.0": 0.5**3, "blocks.1": 3.0, "blocks.2": 0.5,
+    }  # fmt: skip
+    model.blocks[0].requires_grad_(False)
+    left = scales(model, rules)
+    assert left == {name: scale for name, scale in whole.items() if not name.startswith("blocks.0")}
+    model.embed.requires_grad_(False)
+    del left["embed.weight"]
+    assert scales(model, rules) == left
+
+
+def test_it_is_refused_where_nothing_is_left_for_it():
+    with pytest.raises(
+        UsageError, match="LayerwiseLRDecay: all parameters of the 3 blocks, and those before them, are"
+    ):
+        build_optimizer(Blocks(), rules=[ParamRule("embed|blocks", lr_scale=3.0), LayerwiseLRDecay(0.5)])
+    model = Blocks()
+    model.blocks.requires_grad_(False)
+    assert scales(model, [LayerwiseLRDecay(0.5)])["embed.weight"] == 0.5**4
+    model.embed.requires_grad_(False)
+    with pytest.raises(UsageError, match="LayerwiseLRDecay: all parameters of the 3 blocks"):
+        build_optimizer(model, rules=[LayerwiseLRDecay(0.5)])

@@ -1,6 +1,5 @@
 """Resume: state goes to the right parameters or not at all, and the recipe's settings beat the checkpoint's."""
 
-import copy
 import io
 
 import pytest
@@ -121,13 +120,6 @@ def test_a_group_that_was_added_later_keeps_its_settings_too():
         resumed.load_state_dict(trained(Net("a")).state_dict())
 
 
-def test_loading_leaves_the_state_dict_as_it_was():
-    state = trained(Net("a")).state_dict()
-    before = copy.deepcopy(state["param_groups"])
-    build_optimizer(Net("a"), adamw(lr=0.2)).load_state_dict(state)
-    assert state["param_groups"] == before
-
-
 def test_a_later_load_is_not_led_astray_by_an_earlier_one():
     state = trained(Net("a"), adamw(lr=0.1)).state_dict()
     resumed = build_optimizer(Net("a"), adamw(lr=torch.tensor(0.2)))
@@ -137,46 +129,31 @@ def test_a_later_load_is_not_led_astray_by_an_earlier_one():
         assert float(resumed.param_groups[0]["lr"]) == pytest.approx(0.2)
 
 
-def test_swapped_order_is_refused_naming_the_first_difference():
-    resumed = build_optimizer(Net("b", "a"))
-    with pytest.raises(
-        UsageError, match=r"^[^\n]*'a\.weight' \(group 'decay'\)[^\n]*'b\.weight' \(group 'decay'\)[^\n]*$"
-    ):
-        resumed.load_state_dict(trained(Net("a", "b")).state_dict())
+def three(exempt):
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.LayerNorm(2))
+    layers[1].weight._no_weight_decay = exempt
+    return layers
+
+
+def stock(net):
+    return torch.optim.AdamW(net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "words"),
+    [
+        (lambda: trained(Net("a", "b")), Net("b", "a"), r"'a\.weight' \(group 'decay'\) .* 'b\.weight' \("),
+        (lambda: trained(Net("a", "b")), Net("a"), r"'b\.weight' \(group 'decay'\) where this model has 'a\.bias'"),
+        (lambda: trained(Net("a")), Net("a", "b"), r"'a\.bias' .* where this model has 'b\.weight'"),
+        (lambda: trained(three(False)), three(True), r"'1\.weight' .* '1\.weight' \(group 'no_decay'\)"),
+        (lambda: stock(Net("a")), Net("a"), "does not name its parameters"),
+    ],
+)
+def test_state_of_other_parameters_is_refused_naming_the_first_difference(saved, own, words):
+    resumed = build_optimizer(own)
+    with pytest.raises(UsageError, match=rf"^[^\n]*{words}[^\n]*$"):
+        resumed.load_state_dict(saved().state_dict())
     assert not resumed.state
-
-
-def test_a_renamed_parameter_is_refused():
-    with pytest.raises(UsageError, match=r"'a\.weight' .* where this model has 'c\.weight'"):
-        build_optimizer(Net("c")).load_state_dict(trained(Net("a")).state_dict())
-
-
-@pytest.mark.parametrize(("saved", "own"), [(("a", "b"), ("a",)), (("a",), ("a", "b"))])
-def test_another_number_of_parameters_is_refused(saved, own):
-    with pytest.raises(UsageError, match=r"'b\.weight'"):
-        build_optimizer(Net(*own)).load_state_dict(trained(Net(*saved)).state_dict())
-
-
-def test_a_parameter_more_at_the_end_is_refused():
-    saved = trained(nn.Sequential(nn.Linear(2, 2, bias=False)))
-    with pytest.raises(UsageError, match=r"has no more parameter where this model has '0\.bias'"):
-        build_optimizer(nn.Sequential(nn.Linear(2, 2))).load_state_dict(saved.state_dict())
-
-
-def test_other_groups_of_the_same_parameters_in_the_same_order_are_refused():
-    def net(exempt):
-        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.LayerNorm(2))
-        layers[1]._no_weight_decay = ["weight"] if exempt else []
-        return layers
-
-    with pytest.raises(UsageError, match=r"'1\.weight' \(group 'decay'\) .* '1\.weight' \(group 'no_decay'\)"):
-        build_optimizer(net(exempt=True)).load_state_dict(trained(net(exempt=False)).state_dict())
-
-
-def test_a_state_dict_without_names_is_refused():
-    stock = torch.optim.AdamW(Net("a").parameters())
-    with pytest.raises(UsageError, match="does not name its parameters"):
-        build_optimizer(Net("a")).load_state_dict(stock.state_dict())
 
 
 def test_a_compiled_model_resumes_from_the_plain_ones_state():

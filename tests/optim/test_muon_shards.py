@@ -1,84 +1,20 @@
-"""Muon + AdamW under FSDP2: whole matrices are orthogonalized, and checkpoints go between world sizes."""
+"""Muon on several ranks: each orthogonalizes some of the whole matrices. `test_libraries.py` trains it under FSDP2."""
 
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from foreign import CausalLM, rows
 from harness import processes
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.data import DataLoader
 
-from lightning_tricks.accounting import fast_bf16
-from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
-from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
-from lightning_tricks.optim.map_unsharded import Place, map_unsharded
-from lightning_tricks.strategies import FSDP2Strategy
+from lightning_tricks.accounting import device_speed
+from lightning_tricks.optim import Muon, muon
+from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 
 pytestmark = pytest.mark.long
-
-STEPS, SAVED = 20, 12  # four epochs of the data
-
-
-class Model(CausalLM):
-    def configure_optimizers(self):
-        return build_optimizer(self, lambda groups: MuonAdamW(groups, lr=5e-3, momentum_warmup_steps=16))
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if self.trainer.global_step == SAVED and not hasattr(self, "kept"):
-            self.kept = deepcopy([self.state_dict(), self.optimizers().optimizer.state_dict()["state"]])
-
-
-def fit(rank: int = 0, world: int = 1, steps: int = STEPS, folder: Path | None = None, **options: Any):
-    model = Model()
-    saver = [SafeCheckpoint(folder, every_n_train_steps=SAVED, keep_last=5)] if folder else []
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, accumulate_grad_batches=2 // world,
-        callbacks=[*saver, StepGuard()], enable_checkpointing=bool(saver),
-        **({"strategy": FSDP2Strategy()} if world > 1 else {"plugins": [AtomicCheckpointIO()]}),
-    )  # fmt: skip
-    trainer.fit(model, rows(rank, 2) if world > 1 else micro_batches(), **options)
-    return model
-
-
-def micro_batches() -> DataLoader:
-    """The rows of both ranks, one after the other: a micro-batch of each in every step."""
-    ids = [torch.stack(list(rows(rank, 2))) for rank in range(2)]
-    return DataLoader(torch.stack(ids, dim=1).flatten(0, 1), batch_size=None)
-
-
-def whole(model):
-    return {
-        name: getattr(param, "full_tensor", lambda param=param: param)().detach().clone()
-        for name, param in model.named_parameters()
-    }
-
-
-def in_two(rank: int, expected: list[float], folder: Path) -> None:
-    unbroken = fit(rank, 2, folder=folder)
-    assert unbroken.losses == expected[rank::2]
-    (saved,) = folder.glob(f"*step={SAVED}*.ckpt")
-    resumed = fit(rank, 2, ckpt_path=saved)
-    assert resumed.losses == unbroken.losses[SAVED:]
-    for name, weight in whole(unbroken).items():
-        assert torch.equal(weight, whole(resumed)[name]), name
-
-
-def test_two_shards_train_as_one_process_resume_to_the_bit_and_open_in_one(tmp_path, monkeypatch):
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    one = fit()
-    processes.run(in_two, one.losses, tmp_path)
-    (saved,) = tmp_path.glob(f"*step={SAVED}*.ckpt")
-    opened = fit(ckpt_path=saved, steps=SAVED + 1)
-    torch.testing.assert_close(opened.kept, one.kept, rtol=0, atol=0)
 
 
 def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -87,8 +23,8 @@ def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> li
     def each(numbers: Any, wholes: list[torch.Tensor]) -> list[torch.Tensor]:
         return [compute(*pair) for pair in zip(numbers, wholes, strict=True)]
 
-    (place,) = {Place.of(matrix) for matrix in matrices}
-    return map_unsharded(matrices, place, lambda numbers: [matrices[number] for number in numbers], each, dtype)
+    (rank_group,) = {RankGroup.of(matrix) for matrix in matrices}
+    return map_unsharded(matrices, rank_group, lambda numbers: [matrices[number] for number in numbers], each, dtype)
 
 
 SHAPES = [(7, 4), (2, 5), (5, 8), (6, 3, 2), (8, 5), (9, 9), (3, 3)]
@@ -179,7 +115,10 @@ def replicas(rank: int, in_bf16: bool, steps: int = 3) -> tuple[dict[str, torch.
         optimizer.replicas = distributed.group.WORLD
     # the ranks measure different figures, and take bf16 only if it is fast on all
     fast = in_bf16 or rank == 0
-    with patch.object(muon, "orthogonalize", orthogonalize), patch.object(fast_bf16, "has_fast_bf16", lambda _: fast):
+    with (
+        patch.object(muon, "orthogonalize", orthogonalize),
+        patch.object(device_speed, "has_fast_bf16", lambda _: fast),
+    ):
         first = 0
         for step in range(steps):
             for param in params:

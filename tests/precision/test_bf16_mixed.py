@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
@@ -48,15 +47,6 @@ def test_products_are_bf16_over_fp32_weights_and_fused_optimizers_are_clipped(fu
     assert sum(p.grad.square().sum() for p in model.parameters()).sqrt().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_module_without_a_trainer_is_cast_on_this_machines_device():
-    plugin, layer = BF16Mixed(), nn.Linear(4, 4)
-    assert plugin.convert_module(layer) is layer
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with plugin.forward_context():
-        assert layer.to(device)(torch.ones(1, 4, device=device)).dtype == torch.bfloat16
-    assert layer.weight.dtype == torch.float32
-
-
 def test_it_trains_as_lightnings_own_does_to_the_bit():
     ours = fit(Two(), plugins=BF16Mixed(), gradient_clip_val=0.5, max_steps=6)
     stock = fit(Two(), precision="bf16-mixed", gradient_clip_val=0.5, max_steps=6)
@@ -80,11 +70,6 @@ def test_a_block_that_is_run_again_casts_again(checkpointing):
 def test_the_policy_gathers_in_bf16_and_reduces_in_fp32():
     assert BF16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert FP16Mixed().fsdp2_policy == MixedPrecisionPolicy(torch.float16, torch.float32)
-
-
-def test_a_precision_beside_the_plugin_is_refused_with_both_names():
-    with pytest.raises(ValueError, match=r"precision=16-true.*plugins=BF16Mixed\(\)"):
-        pl.Trainer(accelerator="cpu", precision="16-true", plugins=BF16Mixed())
 
 
 class Sharded(Two):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant, WarmupCosine, WarmupLinear
+from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupCosine, WarmupLinear
 
 
 def make(lr=1.0, schedule=None, total=10, other_lr=0.5):
@@ -76,19 +76,6 @@ def test_a_load_leaves_no_old_learning_rate_for_a_later_scheduler():
     assert [group["initial_lr"] for group in resumed.param_groups] == [0.2, 0.5]
 
 
-def test_the_same_recipe_resumes_as_if_never_stopped():
-    optimizer, scheduler = make()
-    train(optimizer, scheduler, 4)
-    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    train(optimizer, scheduler, 3)
-    resumed, follower = make()
-    resumed.load_state_dict(saved[0])
-    follower.load_state_dict(saved[1])
-    train(resumed, follower, 3)
-    assert lrs(resumed) == lrs(optimizer)
-    assert follower.state_dict() == scheduler.state_dict() == {"last_epoch": 7}
-
-
 def test_the_step_of_another_torch_scheduler_is_taken_over():
     optimizer, _ = make(lr=9.0)
     stock = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.123)
@@ -125,36 +112,6 @@ def test_a_resume_keeps_the_recipes_kind_of_learning_rate(tensor_saved):
     lr = resumed.param_groups[0]["lr"]
     assert isinstance(lr, torch.Tensor) is not tensor_saved
     assert float(lr) == 0.25
-
-
-def test_a_run_that_does_not_fit_fails_before_training():
-    with pytest.raises(UsageError, match="warmup_steps=10"):
-        make(schedule=WarmupLinear(warmup_steps=10))
-    with pytest.raises(UsageError, match=r"trainer\.max_steps"):
-        make(total=-1)
-
-
-def test_a_curves_own_check_is_asked_before_training():
-    class Fussy(WarmupConstant):
-        def check(self, total_steps):
-            if total_steps == 10:
-                raise UsageError("ten is unlucky")
-
-        def lr(self, peak, step, total_steps):
-            return peak
-
-    with pytest.raises(UsageError, match="ten is unlucky"):
-        make(schedule=Fussy(warmup_steps=0))
-
-
-def test_the_learning_rates_are_the_bits_of_the_schedules_lr():
-    class Exact(Schedule):
-        def lr(self, peak, step, total_steps):
-            return 6e-5 if step else peak
-
-    optimizer, scheduler = make(lr=6e-4, schedule=Exact())
-    train(optimizer, scheduler, 1)
-    assert lrs(optimizer)[0] == 6e-5  # not 6e-4 times a rounded 0.1
 
 
 def test_a_length_that_follows_is_set_before_the_first_step_and_after_a_state_is_loaded():

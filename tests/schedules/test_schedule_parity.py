@@ -6,7 +6,6 @@ from transformers import optimization as hf
 
 from lightning_tricks.schedules import (
     CosineRestarts,
-    WarmupConstant,
     WarmupCosine,
     WarmupInverseSqrt,
     WarmupLinear,
@@ -89,22 +88,6 @@ def test_stable_decay_is_transformers_wsd_after_the_warmup(shape, floor):
     assert mine[WARMUP:] == pytest.approx(other[WARMUP:], abs=1e-14)
     if floor == 0:  # with a floor, theirs warms up from the floor, ours from 0
         assert_warmup_is_one_step_ahead(mine, other)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "make", "settings"),
-    [
-        (WarmupConstant(warmup_steps=WARMUP), "LinearLR", {"start_factor": 1 / WARMUP, "total_iters": WARMUP - 1}),
-        (
-            WarmupLinear(warmup_steps=0, min_ratio=0.2), "LinearLR",
-            {"start_factor": 1.0, "end_factor": 0.2, "total_iters": TOTAL},
-        ),
-        (WarmupCosine(warmup_steps=0, min_ratio=0.1), "CosineAnnealingLR", {"T_max": TOTAL, "eta_min": 0.1}),
-    ],
-)  # fmt: skip
-def test_without_warmup_curves_are_torchs_without_offset(schedule, make, settings):
-    other = torchs(getattr(torch.optim.lr_scheduler, make), steps=TOTAL + 1, **settings)
-    assert ours(schedule, TOTAL + 1) == pytest.approx(other, abs=1e-13)
 
 
 @pytest.mark.parametrize("mult", [1, 2, 3])

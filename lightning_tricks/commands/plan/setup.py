@@ -180,7 +180,7 @@ class RunSetup:
         if self.traces_fp8:
             self.fp8.convert_before_sharding(module)
             if self.kind != "fsdp2":
-                import_module("lightning_tricks.precision.float8.linear").unwrap_unsharded(self.fp8.fp8_layers.values())
+                import_module("lightning_tricks.precision.float8_linear").unwrap_unsharded(self.fp8.fp8_layers.values())
 
     def build(self, depth: int | None = None) -> nn.Module:
         """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""

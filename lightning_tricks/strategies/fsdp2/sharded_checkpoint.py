@@ -29,7 +29,7 @@ from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS, KeyPath, by_index, open_checkpoint
 from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
-from lightning_tricks.optim.low_bit_state import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
+from lightning_tricks.optim.keep_settings_on_load import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.parallel.agreement import on_all_ranks
 
 

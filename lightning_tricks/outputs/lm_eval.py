@@ -13,14 +13,14 @@ __all__ = ["LMEval"]
 
 
 def harness() -> ModuleType:
-    """The module `harness_model`, which imports lm_eval.
+    """The module `_harness_model`, which imports lm_eval.
 
     Raises:
         UsageError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError('tasks are run by lm_eval: pip install "lightning-tricks[eval]"')
-    return importlib.import_module("lightning_tricks.outputs.lm_eval.harness_model")
+    return importlib.import_module("lightning_tricks.outputs._harness_model")
 
 
 class LMEval(pl.Callback):
@@ -44,6 +44,9 @@ class LMEval(pl.Callback):
     Raises:
         UsageError: when the run starts: lm_eval or the tokenizer is missing; no such task, or its data cannot be read;
             ranks that share rows (tensor, context).
+
+    Example:
+        >>> scores = LMEval(["arc_easy", "lambada_openai"], limit=200)  # doctest: +SKIP
 
     Source: https://github.com/EleutherAI/lm-evaluation-harness, whose maintainers advise a callback that calls
         `simple_evaluate` (issue 1088 there).

@@ -20,10 +20,10 @@ from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
-from lightning_tricks.monitors.run_ledger.sums import (
+from lightning_tricks.monitors._bit_sums import (
     MODULUS,
-    BatchSum,
     WeightSum,
+    batch_sums,
     optimizer_sum,
     other_random_sum,
     read,
@@ -160,14 +160,13 @@ class RunLedger(pl.Callback):
         self._file: LedgerFile | None = None  # on rank 0
         self._weights: WeightSum | None = None
         self._counted: list[int] = []  # ranks whose batches make the global batch
-        self._batch = BatchSum()
         self._steps: dict[int, _Step] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the buffer; refuse a second ledger in the same file."""
         self._begin()
         others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]  # type: ignore[attr-defined]
-        if others[1:] and len({_place(other.path, trainer).resolve() for other in others}) < len(others):
+        if others[1:] and len({_ledger_path(other.path, trainer).resolve() for other in others}) < len(others):
             raise UsageError(
                 f"RunLedger.path={self.path}: the Trainer has two that write one file: remove one, or give it another "
                 "path"
@@ -194,7 +193,7 @@ class RunLedger(pl.Callback):
         if number not in self._steps:
             self._steps[number] = _Step(step_samples(trainer))
         step = self._steps[number]
-        sums, rows = self._batch.of_micro_batch(batch if hooks_have_batch(trainer) else None)
+        sums, rows = batch_sums(batch if hooks_have_batch(trainer) else None)
         step.rows = step.rows or rows
         step.batch.append(sums)
 
@@ -223,7 +222,7 @@ class RunLedger(pl.Callback):
         facts = self._facts = run_facts(trainer)
         self._find_weights(pl_module, facts)
         total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
-        place = _place(self.path, trainer)
+        place = _ledger_path(self.path, trainer)
         everyones = self._gather((total, facts.data_rank, self._open(place) if facts.rank == 0 else ""))
         totals, ranks, errors = zip(*everyones, strict=True)
         if errors[0]:
@@ -308,6 +307,6 @@ class RunLedger(pl.Callback):
         return found
 
 
-def _place(path: str | None, trainer: Any) -> Path:
+def _ledger_path(path: str | None, trainer: Any) -> Path:
     """Where a ledger is written; every rank must call, as the folder is that of rank 0."""
     return Path(path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME))

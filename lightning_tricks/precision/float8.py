@@ -1,9 +1,14 @@
-"""fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded."""
+"""fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded.
+
+First the choice of the layers, with a reason for each that stays, then the plugin. `float8_linear` has what torchao
+computes.
+"""
 
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,20 +16,131 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks.optim.param_roles import head_weights
+from lightning_tricks.parallel.tensor import TENSOR_AXIS
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
-from lightning_tricks.precision.float8 import layers as choosing
+from lightning_tricks.precision.bf16_true import BF16True
 
 __all__ = ["Float8"]
 
 Base = Literal["bf16-mixed", "bf16-true"]
-_LINEAR = "lightning_tricks.precision.float8.linear"
+_LINEAR = "lightning_tricks.precision.float8_linear"
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+
+# every dimension of a product, tokens included, must be a multiple of this: 16 bytes for cuBLAS, a block of 32 for MX
+MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
+
+
+def named_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer at or below `module` by its name without wrappers' prefixes, shared ones once."""
+    found = ((clean_name(name + ".").rstrip("."), part) for name, part in module.named_modules())
+    return {name: part for name, part in found if isinstance(part, nn.Linear)}
+
+
+def choose_layers(
+    module: nn.Module,
+    recipe: str,
+    exclude: Sequence[str] = (),
+    pays: Callable[[nn.Module, str], bool] | None = None,
+) -> dict[str, str]:
+    """The first reason that keeps a linear layer from being converted, by its name; empty if it is converted.
+
+    Args:
+        module: of the layers.
+        recipe: of Float8.
+        exclude: patterns of names.
+        pays: of (layer, name), whether fp8 is faster; torchao's filter. None: all layers may be converted.
+    """
+    heads = {id(weight) for weight in head_weights(module)}  # their error goes straight into the loss
+    linears, multiple = named_linears(module), MULTIPLE[recipe]
+
+    def reason_of(name: str, layer: nn.Linear) -> str:
+        weight = layer._parameters.get("weight")  # None if a hook computes it
+        if id(weight) in heads:
+            return "output head"
+        if type(layer) is not nn.Linear or "forward" in vars(layer) or weight is None:
+            return "has a forward or a weight of its own"
+        if excludes(exclude, name):
+            return "exclude"
+        if layer.in_features % multiple or layer.out_features % multiple:
+            return f"dimensions no multiples of {multiple}"
+        return "" if pays is None or pays(layer, name) else "too small to pay"
+
+    reasons = {name: reason_of(name, layer) for name, layer in linears.items()}
+    chosen = {layer for name, layer in linears.items() if not reasons[name]}
+    kept = {id(param) for part in module.modules() if part not in chosen for param in part._parameters.values()}
+    for name, layer in linears.items():
+        if not reasons[name] and id(layer.weight) in kept:
+            reasons[name] = "weight shared with a layer that stays"
+    return reasons
+
+
+def excludes(exclude: Sequence[str], name: str) -> bool:
+    """Whether one of the patterns is found in a layer's name."""
+    return any(re.search(pattern, name) for pattern in exclude)
+
+
+def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
+    """Refuse layers that a module has divided itself, and that multiply with a shard: a scale would be the shard's.
+
+    Weights of FSDP2 are allowed, as it gathers them before the product. Their layer lies in a module that FSDP2 wraps,
+    and they are split over one mesh dimension only.
+    """
+    gathered = {id(part) for root in module.modules() if isinstance(root, FSDPModule) for part in root.modules()}
+    for name, layer in named_linears(module).items():
+        weight = layer._parameters.get("weight")
+        if layer not in layers or not isinstance(weight, DTensor):
+            continue
+        splits = sum(not placement.is_replicate() for placement in weight.placements)
+        if id(layer) not in gathered or splits > 1:
+            raise UsageError(
+                f"plugins: Float8 does not work with tensor parallelism, which splits {name} ({weight.placements}): "
+                "leave it to FSDP2Strategy's mesh.tensor, or use BF16Mixed"
+            )
+
+
+def refuse_parts(layers: Mapping[str, nn.Linear], multiple: int) -> None:
+    """Refuse a layer of which a tensor rank of FSDP2Strategy has a part of a size that fp8 cannot multiply."""
+    for name, layer in layers.items():
+        weight: Any = layer.weight
+        names = (isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names) or ()
+        if TENSOR_AXIS not in names:
+            continue
+        axis = names.index(TENSOR_AXIS)
+        ranks, placement = weight.device_mesh.size(axis), weight.placements[axis]
+        size = weight.shape[placement.dim] // ranks
+        if size % multiple:
+            field = ("out_features", "in_features")[placement.dim]
+            raise UsageError(
+                f"plugins: Float8: mesh.tensor={ranks} leaves {size} of the {field} of {name} to a rank, no multiple "
+                f"of {multiple}, which fp8 needs: exclude the layer, or take fewer tensor ranks"
+            )
+
+
+def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
+    """A plain text table of linear layers: name, number, shape (outputs x inputs), format of the products.
+
+    One row stands for all layers that differ only in the numbers in their names.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for name, (layer, note) in layers.items():
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        counts[pattern, f"{layer.out_features} x {layer.in_features}", note] += 1
+    rows = [("linear layers", "count", "shape", "products")]
+    rows += [(pattern, str(count), shape, note) for (pattern, shape, note), count in counts.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{name.ljust(widths[0])}  {count.rjust(widths[1])}  {shape.rjust(widths[2])}  {note}".rstrip()
+        for name, count, shape, note in rows
+    )
 
 
 class Float8(pl.plugins.Precision):
@@ -64,7 +180,7 @@ class Float8(pl.plugins.Precision):
 
     def __init__(
         self,
-        recipe: choosing.Recipe = "tensorwise",
+        recipe: Recipe = "tensorwise",
         base: Base = "bf16-mixed",
         exclude: Sequence[str] = (),
         convert_small: bool = False,
@@ -72,15 +188,16 @@ class Float8(pl.plugins.Precision):
         evaluate_in_bf16: bool = False,
         allow_eager: bool = False,
     ) -> None:
-        for option, value, known in (("recipe", recipe, choosing.Recipe), ("base", base, Base)):
+        for option, value, known in (("recipe", recipe, Recipe), ("base", base, Base)):
             if value not in get_args(known):
                 raise UsageError(f"Float8.{option}={value!r}: give one of {', '.join(get_args(known))}")
-        self.exclude = choosing.check_patterns(exclude)
+        if isinstance(exclude, str):
+            raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
+        self.exclude = tuple(exclude)
+        for pattern in self.exclude:
+            check_pattern(pattern, "Float8.exclude")
         self.recipe, self.convert_small, self.emulate = recipe, convert_small, emulate
-        if base == "bf16-mixed":
-            self._base: Any = BF16Mixed()
-        else:  # by name: a reader of Float8 need not know the files of bf16 weights
-            self._base = import_module("lightning_tricks.precision.bf16_true").BF16True()
+        self._base: Any = BF16Mixed() if base == "bf16-mixed" else BF16True()
         self.precision = self._base.precision
         self.peak_dtype = None if emulate else "fp8"
         self.fp8_layers: dict[str, nn.Linear] = {}
@@ -89,7 +206,7 @@ class Float8(pl.plugins.Precision):
         linear = _load_linear()
         self._template = linear.template(recipe, emulate)
         self._settings = linear.LayerSettings(
-            recipe, choosing.MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
+            recipe, MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
         )
         self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16
         self._scales: Any = None  # a Scales, if FSDP2 gathers weights in fp8
@@ -122,15 +239,18 @@ class Float8(pl.plugins.Precision):
         refuse("a precision plugin", getattr(trainer_of(module), "strategy", None), "plugins: Float8")
         self._refuse_device(module)
         self._convert(module)
-        linears = choosing.named_linears(module)
+        linears = named_linears(module)
         # without those of another module, in an earlier fit
         self._skipped = {layer: reason for layer, reason in self._skipped.items() if layer in linears.values()}
-        if linears:
-            choosing.refuse_unmatched(self.exclude, list(linears))
+        for pattern in self.exclude if linears else ():
+            if not any(re.search(pattern, name) for name in linears):
+                raise UsageError(
+                    f"Float8.exclude: pattern {pattern!r} matches no linear layer: names are such as {[*linears][-1]}"
+                )
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
         if not self.fp8_layers:
-            raise choosing.nothing_to_convert(self.recipe, [self._skipped.get(layer, "") for layer in linears.values()])
-        choosing.refuse_parts(self.fp8_layers, choosing.MULTIPLE[self.recipe])
+            raise self._nothing_to_convert([self._skipped.get(layer, "") for layer in linears.values()])
+        refuse_parts(self.fp8_layers, MULTIPLE[self.recipe])
         linear.unwrap_unsharded(linears.values())
         module = self._base.convert_module(module)
         gathered = [layer for layer in self.fp8_layers.values() if linear.gathers_in_fp8(layer)]
@@ -187,15 +307,15 @@ class Float8(pl.plugins.Precision):
     def _convert(self, module: nn.Module) -> list[nn.Linear]:
         """Convert the chosen layers that are not converted yet, and return them."""
         linear = _load_linear()
-        for name, layer in choosing.named_linears(module).items():
+        for name, layer in named_linears(module).items():
             # another plugin converted it, or its longer name in the whole module is excluded
-            stays = self._is_mine(layer) and not choosing.excludes(self.exclude, name)
+            stays = self._is_mine(layer) and not excludes(self.exclude, name)
             if isinstance(layer, linear.CheckedLinear) and not stays:
                 linear.revert(layer)
         pays = None if self.convert_small else linear.pays(self.recipe)
-        reasons = choosing.choose_layers(module, self.recipe, self.exclude, pays)
+        reasons = choose_layers(module, self.recipe, self.exclude, pays)
         converted = []
-        for name, layer in choosing.named_linears(module).items():
+        for name, layer in named_linears(module).items():
             if self._is_mine(layer):
                 continue
             if reasons[name]:
@@ -203,7 +323,7 @@ class Float8(pl.plugins.Precision):
             elif layer not in self._skipped:
                 linear.convert(layer, name, self._settings, self._template)
                 converted.append(layer)
-        choosing.refuse_tensor_parallel(module, converted)
+        refuse_tensor_parallel(module, converted)
         return converted
 
     def _refuse_device(self, module: nn.Module) -> None:
@@ -223,6 +343,17 @@ class Float8(pl.plugins.Precision):
                 f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: use BF16Mixed"
             )
 
+    def _nothing_to_convert(self, reasons: Sequence[str]) -> UsageError:
+        """The number of layers for each reason, and a remedy."""
+        if not reasons:
+            return UsageError("plugins: Float8 found no nn.Linear in the module: use BF16Mixed instead")
+        counts = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
+        small = "too small to pay" in reasons
+        remedy = "set convert_small: true to convert them all the same" if small else "use BF16Mixed"
+        return UsageError(
+            f"plugins: Float8(recipe={self.recipe!r}) converts none of {len(reasons)} layers ({counts}): {remedy}"
+        )
+
     def _summary(self, linears: dict[str, nn.Linear], gathered: int) -> str:
         sharded = sum(isinstance(layer.weight, DTensor) for layer in self.fp8_layers.values())
         facts = [self.recipe, str(self._base), "emulated" if self.emulate else "on the device"]
@@ -233,7 +364,7 @@ class Float8(pl.plugins.Precision):
             for name, layer in linears.items()
         }
         share = f"{self.converted_share:.1%} of the linear layers' multiply-adds in fp8"
-        return f"Float8: {share} ({'; '.join(facts)})\n{choosing.layers_table(notes)}"
+        return f"Float8: {share} ({'; '.join(facts)})\n{layers_table(notes)}"
 
 
 def _refuse_torchao(recipe: str) -> None:

@@ -13,10 +13,9 @@ import ctypes
 import hashlib
 import math
 import random
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ _ARE_INTEGERS = set(_INTEGERS.values())
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BASE = 0x2545F4914F6CDD1D  # odd; row i of a tensor, or of a global batch, has the factor BASE**i
 SLICE = 1 << 17  # values of a tensor that are summed at a time
-_KEPT = 64  # number of shapes whose factors are kept, for batches of varying length: 64 MiB at most
+_KEPT = 32  # number of shapes whose factors are kept, for batches of varying length: 32 MiB at most
 LEAST = 8192  # elements of a part at least: fewer take no less time
 PER_TENSOR = 4096  # the fixed cost of a tensor, in elements that could be summed in the same time
 ROW = 64  # elements that share a factor, at least
@@ -94,7 +93,8 @@ def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
     """The sum of a dense tensor that is not empty, a 0-dim int64 on its device.
 
     Each value has a factor for its row and one for its place in the row. The tensor is summed in slices, by blocks of
-    places within the rows, and in each by blocks of rows, so that the factors take no more memory the larger it is.
+    places within the rows, and in each by blocks of rows: the factors take no more memory the larger it is, and are
+    kept for tensors of the same shape.
 
     Args:
         tensor: its first dimension counts the rows.
@@ -105,14 +105,14 @@ def tensor_sum(tensor: Tensor, number: int = 0) -> Tensor:
     flat = bits.reshape(rows, columns) if bits.is_contiguous() else bits.flatten(1)
     width = min(columns, SLICE)
     height = min(rows, max(SLICE // width, 1))
-    powers, result = _of_rows(height, device), torch.zeros((), dtype=torch.int64, device=device)
+    parts = []
     for left in range(0, columns, width):
-        factors = _of_columns(left, min(left + width, columns), number, device)
+        factors = _factors(height, left, min(left + width, columns), number, device)
         for first in range(0, rows, height):
             block = flat[first : first + height, left : left + width]
-            part = ((block * factors).sum(1) * powers[: len(block)]).sum()
-            result += part * signed(pow(BASE, first, MODULUS))
-    return result
+            part = (block * factors[: len(block)]).sum()
+            parts.append(part * signed(pow(BASE, first, MODULUS)) if first else part)
+    return torch.stack(parts).sum() if parts[1:] else parts[0]
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
@@ -122,47 +122,23 @@ def _by_rows(tensor: Tensor) -> Tensor:
     return bits
 
 
-def _of_rows(rows: int, device: torch.device) -> Tensor:
-    powers = torch.full((rows,), BASE, device=device)
+@lru_cache(maxsize=_KEPT)
+def _factors(rows: int, first: int, end: int, number: int, device: torch.device) -> Tensor:
+    """The factors of the columns from `first` to `end` in the first rows of a tensor, (rows, end - first)."""
+    powers = torch.full((rows, 1), BASE, device=device)
     powers[0] = 1
-    return powers.cumprod(0)
+    return powers.cumprod(0) * odd_factors(torch.arange(first, end, device=device), salt(f"tensor {number}"))
 
 
-def _of_columns(first: int, end: int, number: int, device: torch.device) -> Tensor:
-    return odd_factors(torch.arange(first, end, device=device), salt(f"tensor {number}"))
+def batch_sums(batch: Any) -> tuple[list[Tensor], int]:
+    """The sum of each tensor of a micro-batch, a 0-dim int64 on its device, and the number of rows.
 
-
-class BatchSum:
-    """Sums over the bits of the tensors of a micro-batch; `step_sum` joins those of a step.
-
-    The factor of a row is a power of BASE, so that each micro-batch is summed as if it were the first, and the host
-    moves the sum to its place in the global batch later. The factors of small tensors are kept.
+    `step_sum` joins the sums of a step. The factor of a row is a power of BASE, so that each micro-batch is summed as
+    if it were the first, and the host moves the sum to its place in the global batch later.
     """
-
-    def __init__(self) -> None:
-        self._factors: dict[Any, Tensor] = {}
-
-    def of_micro_batch(self, batch: Any) -> tuple[list[Tensor], int]:
-        """The sum of each tensor, a 0-dim int64 on its device, and the number of rows of the micro-batch."""
-        sums, rows = [], 0
-        for number, tensor in enumerate(tensors_in(batch)):
-            bits = _by_rows(tensor)
-            rows = rows or len(bits)
-            if bits.numel() > SLICE:
-                sums.append(tensor_sum(tensor, number))
-            else:
-                sums.append((bits * self._factors_for(bits, number)).sum())
-        return sums, rows
-
-    def _factors_for(self, bits: Tensor, number: int) -> Tensor:
-        key = (number, bits.shape, bits.device)
-        if key not in self._factors:
-            if len(self._factors) >= _KEPT:
-                self._factors.clear()
-            columns = _of_columns(0, bits[0].numel(), number, bits.device)
-            factors = _of_rows(len(bits), bits.device)[:, None] * columns
-            self._factors[key] = factors.reshape(bits.shape)
-        return self._factors[key]
+    tensors = list(tensors_in(batch))
+    sums = [tensor_sum(tensor, number) for number, tensor in enumerate(tensors)]
+    return sums, len(_by_rows(tensors[0])) if tensors else 0
 
 
 def step_sum(sums: list[int], rows: int, rank: int, world: int) -> int:
@@ -200,18 +176,10 @@ class _Piece:
 
     def __init__(self, param: Tensor, first: int, end: int, factors: Tensor, counts: bool) -> None:
         self.param, self.first, self.end, self.factors, self.counts = param, first, end, factors, counts
-        self._is_sharded = isinstance(param, DTensor)
-        self._place, self._rows = 0, torch.empty(0)
 
     def row_sums(self) -> Tensor:
         """The sum of the integers of each row, (rows,)."""
-        here = local(self.param) if self._is_sharded else self.param
-        if here.data_ptr() == self._place:  # the memory of `_rows`, which is held here: nobody else can have it
-            return self._rows.sum(1)
-        rows = self._integers(here.detach())
-        if rows.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():  # else it had to be copied
-            self._place, self._rows = here.data_ptr(), rows
-        return rows.sum(1)
+        return self._integers(local(self.param).detach()).sum(1)
 
     def _integers(self, here: Tensor) -> Tensor:
         """The integers of each row in the parameter's memory, (rows, integers)."""
@@ -379,41 +347,8 @@ def other_random_sum() -> int:
         check = zlib.crc32((ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address))
     else:
         check = zlib.crc32(repr(generator.state).encode())
-    return zlib.crc32(repr(_end_of_python_state()).encode(), check)
+    return zlib.crc32(repr(random.getstate()[1][-9:]).encode(), check)
 
 
-def _of_memory(state: torch.Tensor, check: int) -> int:
+def _of_memory(state: Tensor, check: int) -> int:
     return zlib.crc32((ctypes.c_char * state.numel()).from_address(state.data_ptr()), check)
-
-
-class _Python(ctypes.Structure):
-    """The beginning of CPython's generator object (`Modules/_randommodule.c`), behind the object's header."""
-
-    _fields_ = (("index", ctypes.c_int), ("words", ctypes.c_uint32 * 624))
-
-
-def _end_of_python_state() -> tuple[int, ...]:
-    """The last eight words of Python's global generator, and its index.
-
-    `random.getstate()` makes 625 Python numbers, a tenth of what a step's line costs.
-    """
-    if not _is_as_read():
-        return tuple(random.getstate()[1][-9:])
-    state = _in_memory()
-    return (*state.words[-8:], state.index)
-
-
-def _in_memory() -> _Python:
-    return _Python.from_address(id(random._inst) + object.__basicsize__)
-
-
-@cache
-def _is_as_read() -> bool:
-    """Whether this Python's generator has its state where it is looked for; another one may have it elsewhere."""
-    own = getattr(random, "_inst", None)
-    if sys.implementation.name != "cpython" or type(own) is not random.Random:
-        return False
-    if type(own).__basicsize__ < object.__basicsize__ + ctypes.sizeof(_Python):
-        return False
-    state = _in_memory()
-    return (*state.words, state.index) == tuple(random.getstate()[1])
