@@ -25,6 +25,15 @@ def own_positions(length: int, ranks: int, rank: int, device: Any = None) -> Ten
     return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]))
 
 
+def check_length(length: int, ranks: int) -> None:
+    """Refuse rows of a length, in tokens, that is no multiple of twice the number of ranks."""
+    if length % (2 * ranks):
+        raise UsageError(
+            f"mesh.context={ranks}: rows of {length} tokens are no multiple of {2 * ranks}, as each rank has a piece of "
+            "the head and one of the tail: take another length"
+        )
+
+
 class ContextParallel:
     """The rank's part of each row. A model whose layers but attention treat positions alone needs nothing else.
 
@@ -49,16 +58,8 @@ class ContextParallel:
         self._places: dict[torch.device, Tensor] = {}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """See `own_positions`.
-
-        Raises:
-            UsageError: `length` is no multiple of twice the number of ranks.
-        """
-        if length % (2 * self.ranks):
-            raise UsageError(
-                f"mesh.context={self.ranks}: rows of {length} tokens are no multiple of {2 * self.ranks}, as each rank "
-                "has a piece of the head and one of the tail: take another length"
-            )
+        """See `own_positions` and `check_length`."""
+        check_length(length, self.ranks)
         key = (length, device)
         if key not in self._positions:
             self._positions[key] = own_positions(length, self.ranks, self.rank, device)

@@ -25,7 +25,7 @@ from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
-from lightning_tricks.parallel.context import Method, check_method
+from lightning_tricks.parallel.context import Method, check_length, check_method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, layout_table, parallelize
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
@@ -160,7 +160,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         set_device_mesh(self._module, self._device_mesh)
 
     def _check_module(self, dims: ParallelDims) -> None:
-        """Refuse a module that cannot be divided so, if its parameters are known yet, before any process waits."""
+        """Refuse rows, or a module, that cannot be divided so, as far as they are known before any process waits."""
+        length = getattr(self._module.trainer.datamodule, "seq_len", None)
+        if dims.context > 1 and isinstance(length, int):
+            check_length(length, dims.context)
         module = self._module.without_data() if isinstance(self._module, KnowsWeights) else self._module
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
