@@ -1,6 +1,7 @@
 """Weights come from every kind of file and folder, by name; the first name or shape that differs is refused."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights
-from lightning_tricks.checkpoints.load_weights import read_weights
+from lightning_tricks.checkpoints.load_weights import differing_weights, read_weights
 from lightning_tricks.checkpoints.write_file import write_file
 
 
@@ -71,6 +72,16 @@ def test_the_first_difference_is_named_and_nothing_is_loaded(change, words, sour
     with pytest.raises(UsageError, match=re.escape(words)):
         load_weights(other, tmp_path / "x.pt")
     assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+
+def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
+    own = {"0.weight": SimpleNamespace(shape=(0,), ds_shape=(2, 2)), "0.extra": {"steps": 1}}  # as DeepSpeed shards it
+    same = {"0.weight": torch.ones(2, 2), "0.extra": {"steps": 2}}
+    assert differing_weights(own, same) is None
+    assert "no '0.weight'" in differing_weights(own, {"more": torch.ones(1)})
+    assert "has 'more'" in differing_weights(own, {**same, "more": torch.ones(1)})
+    other = differing_weights(own, {**same, "0.extra": torch.ones(3)})
+    assert other == "'0.extra' is (3,) in it and no tensor in the model"
 
 
 def test_without_strict_loading_what_both_have_is_loaded_and_the_rest_is_named(source, tmp_path):

@@ -231,7 +231,7 @@ def test_checkpoints_of_another_recipe_are_not_taken_and_of_another_model_refuse
     other = "--trainer.logger={class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: other}}"
     fit("--resume=auto", other)
     assert lines(caplog, "resume=auto: there is no checkpoint in runs/other")
-    with pytest.raises(UsageError, match=r"is of another model than the recipe's Wide: it has layer\.weight of shape"):
+    with pytest.raises(UsageError, match=r"another model than the recipe's Wide: size mismatch for layer\.weight"):
         command_line("fit", f"--model={__name__}.Wide", "--resume=auto", "--trainer.max_steps=6", saver=KEEP)
 
 

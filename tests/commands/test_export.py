@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.stream_weights import stream_weights
+from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export import compare, load_alone
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card

@@ -44,7 +44,6 @@ from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deeps
 from lightning_tricks.strategies.deepspeed import settings as loading
 from lightning_tricks.strategies.deepspeed.consolidate_deepspeed import read_layout
 from lightning_tricks.strategies.deepspeed.settings import (
-    differing_weights,
     fitting_sizes,
     load_deepspeed,
     refuse_settings,
@@ -778,25 +777,6 @@ def test_a_clip_of_the_modules_own_is_warned_of_and_the_mixins_is_not(monkeypatc
     said = [str(warning.message) for warning in recwarn if "engine" in str(warning.message)]
     line = "Clips.configure_gradient_clipping has no effect under DeepSpeed: its engine clips, by"
     assert said == [f"{line} trainer.gradient_clip_val"]
-
-
-def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
-    class Extra(torch.nn.Linear):
-        def get_extra_state(self):
-            return {"steps": 1}
-
-        def set_extra_state(self, state):
-            pass
-
-    module = torch.nn.Sequential(*[Extra(2, 2) for _ in range(5)])
-    weights = dict(module.state_dict())
-    assert differing_weights(module, weights) is None
-    assert differing_weights(module, {}) == "'0.weight' is only in the module"
-    assert differing_weights(module, {**weights, "more": torch.ones(1)}) == "'more' is only in the checkpoint"
-    other = {**weights, "1.weight": torch.ones(3)}
-    assert differing_weights(module, other) == "'1.weight' has shape (2, 2) here and (3,) there"
-    other = {**weights, "1._extra_state": torch.ones(3)}
-    assert differing_weights(module, other) == "'1._extra_state' has shape none here and (3,) there"
 
 
 def test_small_models_get_small_buffers_and_shard_all_their_matrices():

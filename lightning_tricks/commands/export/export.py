@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._host.writable import check_folder
-from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
+from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export.compare import (
     TEXT,

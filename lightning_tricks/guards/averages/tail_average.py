@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.averages import MEAN
+from lightning_tricks.checkpoints.open_checkpoint import MEAN
 from lightning_tricks.guards.averages.weight_average import WeightAverage
 
 __all__ = ["TailAverage"]

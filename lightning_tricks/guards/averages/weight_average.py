@@ -17,7 +17,7 @@ from lightning_tricks._trainer import around_saves
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.on_exception import only_warn
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks.checkpoints.averages import AVERAGES, MEAN
+from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, MEAN
 from lightning_tricks.parallel.shard import drop_gathered
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights

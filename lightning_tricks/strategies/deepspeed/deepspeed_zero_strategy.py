@@ -15,6 +15,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import configured_optimizers, is_accumulating
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks.checkpoints.load_weights import differing_weights
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.parallel.broadcast import broadcast
 from lightning_tricks.strategies.deepspeed import settings
@@ -287,7 +288,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         # DeepSpeed's own way fails at stage 3 without an optimizer, and knows one number of processes only
         plain = read_weights(layout) if self.is_global_zero else {"state_dict": {}}
         compares = module.strict_loading and self.is_global_zero
-        wrong = self.broadcast(settings.differing_weights(module, plain["state_dict"]) if compares else None)
+        own = module.state_dict(keep_vars=True)
+        wrong = self.broadcast(differing_weights(own, plain["state_dict"]) if compares else None)
         if wrong:
             raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
         self._restore_zero_state(plain, strict=module.strict_loading)

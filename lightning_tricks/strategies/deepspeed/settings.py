@@ -48,23 +48,6 @@ def fitting_sizes(module: nn.Module) -> dict[str, int]:
     }
 
 
-def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
-    """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
-    own = module.state_dict(keep_vars=True)
-    for name in [*own, *(name for name in weights if name not in own)]:
-        if name not in weights or name not in own:
-            return f"'{name}' is only in the {'module' if name in own else 'checkpoint'}"
-        here, there = _shape(own[name]), _shape(weights[name])
-        if here != there:
-            return f"'{name}' has shape {here} here and {there} there"
-    return None
-
-
-def _shape(value: Any) -> str:
-    shape = getattr(value, "ds_shape", getattr(value, "shape", None))
-    return "none" if shape is None else str(tuple(shape))
-
-
 def refuse_settings(strategy: Any, trainer: Any) -> None:
     """Refuse options, a device, a precision, a plugin or a clip that DeepSpeed does not support."""
     if strategy.stage not in get_args(Stage):
