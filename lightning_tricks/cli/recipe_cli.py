@@ -48,7 +48,7 @@ from lightning_tricks.cli.recipe_parser import (
 )
 from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
@@ -364,7 +364,7 @@ def _text_to_score(files: str, checkpoint: str | None, data: Any) -> TextData:
     """The data of `validate --text`, in rows as the recipe's data have them."""
     if checkpoint is None:
         raise UsageError(f"text={files!r}: needs --ckpt_path, a checkpoint whose tokenizer encodes the text")
-    if not isinstance(data, ShardData):
+    if not isinstance(data, TokenDataModule):
         raise UsageError(f"text={files!r}: the recipe's data must be TextData or TokenData, which say the rows")
     names = ("seq_len", "micro_batch_size", "num_workers", "document_ids", "text_field", "cache_dir")
     return TextData.held_out(files, checkpoint, **{name: getattr(data, name) for name in names if hasattr(data, name)})

@@ -29,7 +29,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.bpe import end_of_text, load_tokenizer, token_texts, train_bpe, vocabulary_size
 from lightning_tricks.data.content import remove_unfinished, staging_prefix
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
@@ -203,7 +203,7 @@ LARGEST_VOCABULARY = 2**24  # to learn: sixty times the largest of a published m
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
 
 
-class TextData(ShardData):
+class TextData(TokenDataModule):
     """Language-model batches from text; without arguments, from Python's standard library, which every machine has.
 
     `prepare_data` learns a byte-level BPE from the training documents (or takes yours), encodes each document followed
@@ -364,15 +364,15 @@ class TextData(ShardData):
         if self.val_fraction == 1:
             rank_zero_info(self.data_summary())
 
-    def source_files(self, positions: Sequence[int]) -> list[Path | None]:
-        """The text file behind each position of the training stream; reads the text up to the last of them.
+    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
+        """The text file behind the tokens at these offsets of the training stream; reads the text up to the last.
 
         None for a Hugging Face dataset, and for text so long that to read it again would take minutes.
         """
         corpus = self._corpus
         if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
-            return [None] * len(positions)
-        numbers = self.streams["train"].count_before(self.eot_id, positions)
+            return [None] * len(offsets)
+        numbers = self.streams["train"].count_before(self.eot_id, offsets)
         files = training_files(corpus, self.val_fraction, set(numbers))
         return [files.get(number) for number in numbers]
 

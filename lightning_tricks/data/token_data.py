@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data.base import ShardData, check_sample
+from lightning_tricks.data.base import TokenDataModule, check_sample
 from lightning_tricks.data.bpe import end_of_text, vocabulary_size
 from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
@@ -19,7 +19,7 @@ from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerpri
 __all__ = ["TokenData"]
 
 
-class TokenData(ShardData):
+class TokenData(TokenDataModule):
     """Language-model batches from token files, in the same form as TextData's.
 
     A checkpoint knows its data by the shards' names, sizes and sampled contents (see `shards.fingerprint`); a resume

@@ -137,7 +137,7 @@ def test_help_of_an_option_without_a_class_lists_the_classes_that_it_takes(args,
     text = class_list(args)
     assert text is not None
     assert all(f"\n  {word}" in text for word in words)
-    assert "ShardData" not in text  # a base that nobody names
+    assert "TokenDataModule" not in text  # a base that nobody names
 
 
 def test_help_of_a_class_and_other_options_stay_jsonargparses():

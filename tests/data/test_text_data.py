@@ -421,7 +421,7 @@ def test_on_a_terminal_a_bar_takes_the_place_of_the_line(make, monkeypatch, caps
     assert not any(line.startswith("Tokenizing ") for line in said.splitlines())
 
 
-def test_outside_of_a_run_there_is_no_position_to_save_and_no_positions_lie_in_no_file(make):
+def test_outside_of_a_run_there_is_no_position_to_save_and_no_tokens_lie_in_no_file(make):
     data = set_up(make())
     assert data.state_dict() == {}
     assert data.source_files([]) == []

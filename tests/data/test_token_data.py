@@ -12,11 +12,11 @@ from harness.runs import On, fit, trainer_with
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
-from lightning_tricks.data.base import IdGuard, Loader
+from lightning_tricks.data.base import Loader, TokenIdCheck
 from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.cursor import FirstRows
 from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.positions import Positions
 from lightning_tricks.data.shards import TokenStream
 
 
@@ -147,12 +147,12 @@ def test_of_two_vocabularies_the_smaller_one_bounds_the_ids_of_batches(write_sha
 
 def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
     monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
-    for position in (0, 4):  # of the only row
+    for offset in (0, 4):  # of the only row
         ids = np.zeros(5, dtype=int)
-        ids[position] = 200
+        ids[offset] = 200
         data = TokenData(train=str(write_shard(ids)), seq_len=4, micro_batch_size=1, vocab_size=200)
         data.setup()
-        with pytest.raises(UsageError, match=f"token {position}: id 200"):
+        with pytest.raises(UsageError, match=f"token {offset}: id 200"):
             next(iter(data.train_dataloader()))
 
 
@@ -239,7 +239,7 @@ def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(
     rows = []
     for num_workers in (0, 2):
         end, served = 4, []
-        loader = Loader(batches, lambda: Positions(lambda: range(2, 2 + end)), num_workers, IdGuard())  # noqa: B023
+        loader = Loader(batches, lambda: FirstRows(lambda: range(2, 2 + end)), num_workers, TokenIdCheck())  # noqa: B023
         for batch in loader:
             served.append(batch["input_ids"].tolist())
             if len(served) == 2:
@@ -265,7 +265,7 @@ def test_where_there_is_cuda_batches_are_pinned_unless_the_trainer_has_another_d
     stream = TokenStream([write_shard(np.arange(200))])
     batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
     trainer = device and SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
-    assert len(list(Loader(batches, lambda: range(3), num_workers, IdGuard(), trainer))) == 3
+    assert len(list(Loader(batches, lambda: range(3), num_workers, TokenIdCheck(), trainer))) == 3
     assert any(pinned) == pins
 
 
