@@ -173,6 +173,13 @@ def _shape(value: Any) -> str:
     return "no tensor" if shape is None else str(tuple(shape))
 
 
+_LEFT_OUT = {
+    "optimizer_states": "the optimizer's state",
+    "lr_schedulers": "the schedule",
+    "loops": "the step and the position in the data",
+}
+
+
 def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     """The line that tells what `checkpoint` gave to the module, and what else it holds."""
     own = [clean_name(name) for name in module.state_dict()]
@@ -181,15 +188,7 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     average = checkpoint.get(_LOADED_AVERAGE)
     line += f", of their average {average}" if average else ""
     left = [f"the average {name}" for name in checkpoint.get(AVERAGES, {}) if name != average]
-    if "optimizer_states" in checkpoint:
-        name = checkpoint.get("optimizer_class")
-        left.append("the optimizer's state" + (f" ({name})" if name else ""))
-    if checkpoint.get("lr_schedulers"):
-        left.append("the schedule")
-    if "global_step" in checkpoint:
-        left.append(f"step {checkpoint['global_step']}")
-    if "loops" in checkpoint:
-        left.append("the position in the data")
+    left += [words for key, words in _LEFT_OUT.items() if checkpoint.get(key)]
     line += f"; left out: {', '.join(left)}" if left else ""
     missing = _first_and_count([name for name in own if name not in theirs])
     unknown = _first_and_count([name for name in theirs if name not in own])

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
@@ -29,7 +28,6 @@ from lightning_tricks.data.saved_tokenizer import check_same, find_record, token
 from lightning_tricks.data.shards import TokenStream
 
 Batches = TrainBatches | ValidationBatches
-SAMPLED_BLOCKS, SAMPLED_TOKENS = 64, 4096  # of a stream, for a look
 SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
 
 
@@ -61,18 +59,6 @@ class TokenIdCheck:
             (wrong,) = np.nonzero(batches.stream.read(start, length) >= self.bound)
             if len(wrong):
                 raise _wrong_id(batches.stream, start + int(wrong[0]), self.bound, self.whose)
-
-
-def check_sample(stream: TokenStream, vocab_size: int, whose: str) -> None:
-    """Refuse an id that a vocabulary lacks among blocks at equal distances; a whole scan comes with the run.
-
-    Raises:
-        UsageError: names the shard, the token in it and the id.
-    """
-    for start in np.linspace(0, max(len(stream) - SAMPLED_TOKENS, 0), SAMPLED_BLOCKS).astype(int).tolist():
-        (wrong,) = np.nonzero(stream.read(start, SAMPLED_TOKENS) >= vocab_size)
-        if len(wrong):
-            raise _wrong_id(stream, start + int(wrong[0]), vocab_size, whose)
 
 
 def _wrong_id(stream: TokenStream, offset: int, vocab_size: int, whose: str) -> UsageError:
@@ -186,20 +172,6 @@ class TokenDataModule(pl.LightningDataModule):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
-
-    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse what this host cannot hold, and in a subclass files and libraries that are not there.
-
-        The command line calls it before any process is started; the arguments are those of a module's `check_run`.
-        """
-        if self.num_workers > (most := most_processes()):
-            raise UsageError(f"data.num_workers={self.num_workers}: give at most {most} on this host")
-        needed = 2 * 8 * self.micro_batch_size * self.seq_len  # ids and labels
-        if needed > host_bytes():
-            raise UsageError(
-                f"data.micro_batch_size={self.micro_batch_size}, data.seq_len={self.seq_len}: one batch of token ids "
-                f"takes {needed / 2**30:,.0f} GiB, and this host has {host_bytes() / 2**30:.0f} GiB: make it smaller"
-            )
 
     def use(
         self,

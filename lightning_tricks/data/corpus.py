@@ -24,13 +24,6 @@ from lightning_tricks.data.content import file_hashes, known_revision
 
 # the files of a folder that are read; a glob takes any name
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
-# files that are no text of one document after the other, though some of them can be decoded as UTF-8
-_JSON_ENDINGS = "json json5 geojson ipynb"
-_BINARY_ENDINGS = (
-    "7z arrow avro bin bmp bz2 ckpt db doc docx epub exe feather flac gguf gif h5 hdf5 jpeg jpg lz4 mds mkv mov mp3 "
-    "mp4 msgpack npy npz odt ogg onnx orc pdf pickle pkl png ppt pptx pt pth pyc rar safetensors so sqlite tar "
-    "tfrecord tgz tif tiff wav webm webp whl xls xlsx xz zip zst"
-)
 
 
 def _is_gzip(path: Path) -> bool:
@@ -49,18 +42,7 @@ def is_rows(path: Path) -> bool:
 
 
 def check_readers(paths: list[Path]) -> None:
-    """Refuse files that are certainly no text, by their ending, and those whose library is missing.
-
-    Raises:
-        UsageError: see above.
-    """
-    for path in paths:
-        suffix = _suffix(path)
-        if suffix[1:] in _JSON_ENDINGS.split():
-            raise UsageError(f"files: {path} is JSON and no text: write it as .jsonl, an object in each line")
-        if suffix[1:] in _BINARY_ENDINGS.split() or (suffix == ".parquet" and _is_gzip(path)):
-            remedy = "unpack it" if suffix == ".parquet" else "leave it out, or write its text as .jsonl or .txt"
-            raise UsageError(f"files: {path} is no text, by the ending of its name: {remedy}")
+    """Refuse a Parquet file where its library is missing."""
     parquet = next((path for path in paths if _suffix(path) == ".parquet"), None)
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f'files: {parquet} needs: pip install "lightning-tricks[parquet]"')
@@ -161,26 +143,22 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_int=_number)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
-        if isinstance(row, dict) and text_field in row and row[text_field] is None:
-            continue  # a row without text
-        if isinstance(row, dict) and text_field in row and not isinstance(row[text_field], str):
-            value = json.dumps(row[text_field])[:40]
-            raise UsageError(
-                f"text_field={text_field!r}: {path}, line {number} has {value} there and no text: take the line out, "
-                "or name the key of its text"
-            )
         if not isinstance(row, dict) or text_field not in row:
             keys = _names(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
-        yield _characters(row[text_field])
+        if row[text_field] is not None:  # a row may have no text
+            yield _characters(_checked(row[text_field], text_field, f"{path}, line {number}"))
 
 
-def _number(digits: str) -> float:
-    """A whole number of JSON, of any length; Python refuses to make an int of 4,300 digits."""
-    return int(digits) if len(digits) < 20 else float(digits)
+def _checked(text: object, text_field: str, where: str) -> str:
+    if not isinstance(text, str):
+        raise UsageError(
+            f"text_field={text_field!r}: {where} has {str(text)[:40]} there and no text: name that of texts"
+        )
+    return text
 
 
 def _characters(text: str) -> str:
@@ -201,20 +179,12 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if (columns := schema.names.count(text_field)) != 1:
-                found = f"{columns} columns of that name" if columns else _names(schema.names)
-                remedy = "give them different names" if columns else "name the column of its text"
-                raise UsageError(f"text_field={text_field!r}: {path} has {found}; {remedy}")
-            kind = schema.field(text_field).type
-            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of categories
-            if str(value) not in ("string", "large_string", "string_view", "null"):
-                raise UsageError(
-                    f"text_field={text_field!r}: {path} holds {_names([kind])} there and no text; "
-                    "name the column of its text"
-                )
+            if text_field not in (names := file.schema_arrow.names):
+                raise UsageError(f"text_field={text_field!r}: {path} has {_names(names)}; name the column of its text")
             for rows in file.iter_batches(columns=[text_field]):
-                yield from (text for text in rows.column(text_field).to_pylist() if text)
+                yield from (
+                    _checked(text, text_field, str(path)) for text in rows.column(text_field).to_pylist() if text
+                )
     except UsageError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError: strings that are not UTF-8
@@ -318,10 +288,8 @@ def text_files(patterns: list[str], text_field: str, whole: bool = False) -> Cor
     check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
-    # several files were once cut by their total size: a cache from then does not hold these documents
-    setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
     located = partial(_documents_of_files, paths, text_field, _whole_size if whole else _piece_size if cuts else None)
-    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
+    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, located)
 
 
 def _documents_of_files(

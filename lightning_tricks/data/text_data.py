@@ -199,7 +199,6 @@ def _say(line: str) -> None:
     say(line, file=sys.stderr)
 
 
-LARGEST_VOCABULARY = 2**24  # to learn: sixty times the largest of a published model
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
 
 
@@ -259,8 +258,6 @@ class TextData(TokenDataModule):
             raise UsageError(f"val_fraction={val_fraction}: it must lie between 0 and 1")
         if tokenizer is None and vocab_size < 257:
             raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
-        if tokenizer is None and vocab_size > LARGEST_VOCABULARY:
-            raise UsageError(f"vocab_size={vocab_size}: at most {LARGEST_VOCABULARY} tokens are learned: give less")
         given = [files] if isinstance(files, str | os.PathLike) else files
         self.files = None if given is None else [str(file) for file in given]
         if self.files == []:
@@ -303,8 +300,7 @@ class TextData(TokenDataModule):
         return text_files(self.files, self.text_field, whole=self.val_fraction == 1)
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse text that is not there, a library that is missing, and sizes that this host cannot hold."""
-        super().check_run(trainer, datamodule, stage)
+        """Refuse text that is not there, and a library that is missing."""
         _ = self._corpus
 
     def check_sample(self, vocab_size: int | None) -> str:

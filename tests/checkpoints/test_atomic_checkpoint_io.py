@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
-from lightning_tricks.checkpoints.atomic_checkpoint_io import BackgroundWriter, unsafe_classes
+from lightning_tricks.checkpoints.atomic_checkpoint_io import unsafe_classes
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.checkpoints.write_file import FileForTorch
 
@@ -76,14 +76,6 @@ def test_weights_alone_come_back_as_they_were_given_and_those_of_another_program
     torch.save(expected, tmp_path / "theirs.ckpt")
     with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
         writer.load_checkpoint(tmp_path / "theirs.ckpt")
-
-
-def test_a_trainer_saves_and_resumes_through_it(writer, tmp_path):
-    options = {"plugins": [writer], "enable_checkpointing": False}
-    first = fit(max_steps=2, **options).trainer
-    first.save_checkpoint(tmp_path / "at.ckpt")
-    first.strategy.teardown()  # which waits
-    assert fit(max_steps=3, ckpt_path=tmp_path / "at.ckpt", **options).trainer.global_step == 3
 
 
 def test_the_file_has_its_name_when_its_owner_is_told(writer, tmp_path):
@@ -132,15 +124,6 @@ def test_the_owner_says_what_a_full_disk_means(writer, tmp_path, monkeypatch, an
     assert names(tmp_path) == {"at.ckpt"}
 
 
-def test_what_cannot_be_pickled_leaves_the_older_checkpoint(writer, tmp_path):
-    path = tmp_path / "at.ckpt"
-    save(writer, checkpoint(step=1), path)
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        save(writer, {**checkpoint(step=2), "callbacks": lambda: None}, path)
-    assert writer.load_checkpoint(path)["global_step"] == 1
-    assert names(tmp_path) == {"at.ckpt"}
-
-
 def test_an_address_goes_lightnings_way(writer):
     save(writer, checkpoint(), "memory://folder/at.ckpt")
     assert fsspec.filesystem("memory").exists("folder/at.ckpt")
@@ -186,18 +169,6 @@ def test_an_address_is_opened_as_safely_as_a_file(monkeypatch):
     for weights_only in (None, True, False):
         AtomicCheckpointIO().load_checkpoint("http://host/at.ckpt", weights_only=weights_only)
     assert asked == [True, True, False]
-
-
-def test_a_damaged_pickle_of_torchs_old_format_is_one_line(tmp_path):
-    path = tmp_path / "old.ckpt"
-    torch.save(checkpoint(), path, _use_new_zipfile_serialization=False)
-    assert_same(AtomicCheckpointIO().load_checkpoint(path), checkpoint())
-    content = path.read_bytes()
-    for size in (2, 3, 20, 100, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
-        with pytest.raises(UsageError, match=r"old\.ckpt ") as caught:
-            AtomicCheckpointIO().load_checkpoint(path)
-        assert "\n" not in str(caught.value)
 
 
 def test_what_will_not_open_safely_is_said_once_and_saved_all_the_same(writer, tmp_path):
@@ -353,15 +324,6 @@ def test_model_checkpoint_deletes_the_older_one_only_when_the_newer_one_is_whole
         fit(None, saver, On(on_train_batch_start=look, on_train_end=look), **options)
     assert seen == [{"step=1.ckpt"}]
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=1.ckpt" if full else "step=2.ckpt"}
-
-
-def test_asking_for_errors_does_not_wait():
-    writer, go_on = BackgroundWriter(), threading.Event()
-    writer.start(lambda: go_on.wait(60))
-    writer.raise_if_failed()
-    assert writer._thread.is_alive()
-    go_on.set()
-    writer.wait()
 
 
 SAVE = """

@@ -183,9 +183,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, place):
     assert newest_whole([folder], problem).chosen is not None
 
 
-@pytest.mark.parametrize(
-    "content", [{"more": 1}, {"number": "9"}, {"checksums": []}, {"finite": "no"}, {"version": "2"}]
-)
+@pytest.mark.parametrize("content", [{"more": 1}, {"number": "9"}, {"checksums": []}])
 def test_a_record_of_other_values_is_one_line(tmp_path, content):
     folder = write_shards(tmp_path / "shards", {"state_dict": {"weight": torch.ones(4)}})
     record = json.loads(to_json(Record()))["record"] | content

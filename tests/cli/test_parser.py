@@ -28,25 +28,16 @@ def parser() -> RecipeParser:
     return parser
 
 
-@pytest.mark.parametrize("name", ["FSDP2Strategy", "DeepSpeedZeROStrategy", "DDPStrategy", "SingleDeviceStrategy"])
-def test_a_strategy_is_named_by_its_class(parser, name):
-    arguments = parser.parse_args(["--trainer.strategy", name])
+@pytest.mark.parametrize("name", ["FSDP2Strategy", "DDPStrategy"])
+def test_a_strategy_is_named_by_its_class_or_as_lightning_registers_it(parser, name):
+    arguments = parser.parse_args(["--trainer.strategy", name, "--trainer.strategy.process_group_backend", "gloo"])
     assert arguments.trainer.strategy.class_path.endswith(f".{name}")
+    assert parser.parse_args(["--trainer.strategy", "ddp"]).trainer.strategy == "ddp"
     recipe = parser.parse_string(f"trainer: {{strategy: {name}}}")
     assert recipe.trainer.strategy.class_path.endswith(f".{name}")
 
 
-@pytest.mark.parametrize("name", ["auto", "ddp", "deepspeed_stage_2"])
-def test_a_strategy_is_named_as_lightning_registers_it(parser, name):
-    assert parser.parse_args(["--trainer.strategy", name]).trainer.strategy == name
-
-
-def test_a_strategy_of_the_command_line_takes_options(parser):
-    args = ["--trainer.strategy", "FSDP2Strategy", "--trainer.strategy.timeout_seconds", "60"]
-    assert parser.parse_args(args).trainer.strategy.init_args.timeout_seconds == 60
-
-
-@pytest.mark.parametrize("number", ["-1", "-1.5", "-.5", "-1e-3", "-2.5E+7", "-inf", "-.inf", "-nan"])
+@pytest.mark.parametrize("number", ["-1", "-.5", "-2.5E+7", "-.inf"])
 def test_a_negative_number_is_a_value(number):
     assert join_negative_numbers(["fit", "--lr", number, "--x"]) == ["fit", f"--lr={number}", "--x"]
 
@@ -97,9 +88,6 @@ def test_a_name_is_found_by_meaning_before_spelling():
     assert did_you_mean("every_n_steps", ["every_n_epochs", "every_n_train_steps"]).endswith("every_n_train_steps?")
     assert did_you_mean("LR", ["lr", "betas"]) == "; did you mean lr?"
     assert did_you_mean("qwxyz", ["lr", "betas"]) == ""
-
-
-def test_a_place_elsewhere_in_the_recipe_is_named_only_where_asked():
     assert did_you_mean("learning_rate", ["decoder"]) == ""
     assert did_you_mean("learning_rate", ["decoder"], places=True) == "; did you mean model.optimizer.lr?"
 

@@ -44,19 +44,11 @@ def test_the_text_of_a_special_token_is_text(tokenizer):
         assert b"".join(token_texts(tokenizer)[i] for i in ids) == text.encode()
 
 
-def test_end_of_text_is_id_0_and_stands_for_no_bytes(tokenizer):
+def test_the_vocabulary_is_as_large_as_asked_for_unless_the_text_is_too_small(tokenizer):
     assert end_of_text(tokenizer) == 0
     assert token_texts(tokenizer)[0] == b""
-
-
-def test_the_vocabulary_is_as_large_as_asked_for_unless_the_text_is_too_small(tokenizer):
     assert vocabulary_size(tokenizer) == 280
     assert vocabulary_size(train_bpe(["ab"], 4096)) == 258  # 256 bytes, end-of-text, "ab"
-
-
-def test_training_twice_gives_the_same_tokenizer(tokenizer):
-    again = train_bpe(["the cat sat on the mat, the cat sat again\n", "def f(x):\n    return x\n"] * 3, 280)
-    assert again.to_str() == tokenizer.to_str()
 
 
 def test_a_saved_tokenizer_is_the_same_one(tokenizer, tmp_path):
@@ -105,9 +97,6 @@ def test_a_tokenizer_that_is_not_byte_level_has_no_byte_lengths():
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     assert token_texts(words) is None
     assert end_of_text(words) == 1
-
-
-def test_a_tokenizer_without_an_end_of_text_is_refused():
     with pytest.raises(UsageError, match=r"no end-of-text token; add one of <\|endoftext\|>"):
         end_of_text(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
 

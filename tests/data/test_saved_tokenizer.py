@@ -79,14 +79,10 @@ def test_every_stage_refuses_another_tokenizer_and_names_both(stage, text, check
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_goes_on_with_the_same_one(stage, text, checkpoint):
-    getattr(trainer(max_steps=4), stage)(foreign(), datamodule=text("ship.json"), ckpt_path=checkpoint)
-
-
-def test_the_remedy_of_the_message_works(text, checkpoint):
-    data = text(tokenizer=checkpoint)
-    trainer().validate(foreign(), datamodule=data, ckpt_path=checkpoint, verbose=False)
-    assert data.vocab_size == 280
+def test_every_stage_goes_on_with_the_same_one_and_with_the_checkpoints_own(stage, text, checkpoint):
+    for data in (text("ship.json"), text(tokenizer=checkpoint)):
+        getattr(trainer(max_steps=4), stage)(foreign(), datamodule=data, ckpt_path=checkpoint)
+        assert data.vocab_size == 280
 
 
 def test_the_tokenizer_comes_back_out_of_a_checkpoint(text, checkpoint):
