@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_tricks.commands.recipes import recipes_folder
 
+pytestmark = pytest.mark.long
+
 TOY = {
     "model.init_args.decoder.init_args.d_model": 32,
     "model.init_args.decoder.init_args.n_layers": 1,

@@ -28,9 +28,12 @@ def parser() -> RecipeParser:
     return parser
 
 
-@pytest.mark.parametrize("name", ["FSDP2Strategy", "DDPStrategy"])
-def test_a_strategy_is_named_by_its_class_or_as_lightning_registers_it(parser, name):
-    arguments = parser.parse_args(["--trainer.strategy", name, "--trainer.strategy.process_group_backend", "gloo"])
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("FSDP2Strategy", "timeout_seconds", "60"), ("DDPStrategy", "process_group_backend", "gloo")],
+)
+def test_a_strategy_is_named_by_its_class_or_as_lightning_registers_it(parser, name, option, value):
+    arguments = parser.parse_args(["--trainer.strategy", name, f"--trainer.strategy.{option}", value])
     assert arguments.trainer.strategy.class_path.endswith(f".{name}")
     assert parser.parse_args(["--trainer.strategy", "ddp"]).trainer.strategy == "ddp"
     recipe = parser.parse_string(f"trainer: {{strategy: {name}}}")

@@ -145,6 +145,7 @@ def trains_and_resumes(arguments):
     assert steps == [2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_recipe_on_text_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, text_data):
     multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)

@@ -46,6 +46,7 @@ def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
     return subprocess.run([python(), "-m", "lightning_tricks", *args], capture_output=True, text=True, cwd=cwd)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", ["--help", "--version", "ls", "ls --help", "cp tiny copy.yaml", "completion"])
 def test_help_and_lists_answer_without_importing_torch(args, tmp_path):
     code = (
@@ -76,6 +77,7 @@ def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp
     assert Path("parts", parts[-1]).read_text() == "mine"
 
 
+@pytest.mark.long
 def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "short.yaml").write_text("max_steps: 7\ngradient_clip_val: 0.5\n")

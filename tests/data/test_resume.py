@@ -115,7 +115,7 @@ def test_the_unbroken_run_sees_each_batch_once(unbroken):
         assert seen.validations == [(step, 0) for step in (2, 4, 6, 8)]
 
 
-@pytest.mark.parametrize(("accumulate", "num_workers"), [(1, 0), (4, 2)])
+@pytest.mark.parametrize(("accumulate", "num_workers"), [(1, 0), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_ended_thrice_and_resumed_the_batches_are_the_unbroken_ones(unbroken, folder, seen, accumulate, num_workers):
     options = {"accumulate_grad_batches": accumulate, "num_workers": num_workers}
     middle = accumulate // 2
@@ -173,6 +173,7 @@ def on_two_ranks(rank: int, folder: Path) -> Seen:
     return seen
 
 
+@pytest.mark.long
 def test_two_processes_see_per_step_what_one_sees(unbroken, folder):
     first, second = processes.run(on_two_ranks, folder)
     both = {step: rows | second.by_step()[step] for step, rows in first.by_step().items()}

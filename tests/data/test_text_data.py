@@ -124,6 +124,7 @@ def test_the_seed_orders_the_rows(make):
     assert rows[0][0] == rows[0][1] != rows[1][0]
 
 
+@pytest.mark.long
 def test_loading_draws_nothing_from_the_run_s_random_numbers(make):
     data = make(num_workers=1)
     data.setup()

@@ -114,7 +114,7 @@ def test_the_declared_vocabulary_bounds_the_tokenizer_s(text_data, tmp_path):
     assert TokenData(**shards, vocab_size=390).vocab_size == 390
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("offset", [0, 4])  # of the only row: its first column and its last label
 def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch, offset, num_workers):
     monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
@@ -209,6 +209,7 @@ def test_a_fit_after_a_validation_of_a_checkpoint_starts_at_row_0(write_shard, t
     assert seen[2:] == seen[:2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then
 def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(write_shard, end_later):
     stream = TokenStream([write_shard(np.arange(200))])
