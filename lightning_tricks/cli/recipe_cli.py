@@ -38,7 +38,6 @@ from lightning_tricks.cli.fit_options import (
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
-    class_list,
     join_negative_numbers,
     known_names_first,
     lightning_cli,
@@ -177,9 +176,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_object(args)
             else:
                 given = join_negative_numbers(sys.argv[1:] if args is None else args)
-                if (classes := class_list(given)) is not None:
-                    print(classes)
-                    sys.exit(0)
                 self.config = parser.parse_args(given)
         command = self.config.get("subcommand")
         config = self.config.get(command or "", self.config)

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,18 +46,11 @@ _BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
 
 
-# Options that take a class, and its base.
-_BASES: dict[str, type] = {
-    "model": pl.LightningModule,
-    "data": pl.LightningDataModule,
-    "model.optimizer": torch.optim.Optimizer,
-    "model.schedule": Schedule,
-    "model.decoder": DecoderConfig,
-    "trainer.callbacks": pl.Callback,
-    "trainer.logger": pl.loggers.Logger,
-    "trainer.strategy": pl.strategies.Strategy,
-    "trainer.plugins": pl.plugins.Precision,
-}
+# The bases of the classes that a recipe may name shortly.
+_BASES: tuple[type, ...] = (
+    pl.LightningModule, pl.LightningDataModule, torch.optim.Optimizer, Schedule, DecoderConfig, pl.Callback,
+    pl.loggers.Logger, pl.strategies.Strategy, pl.plugins.Precision,
+)  # fmt: skip
 
 
 class RecipeParser(lightning_cli.LightningArgumentParser):
@@ -142,35 +134,9 @@ def join_negative_numbers(args: Sequence[str]) -> list[str]:
     return joined
 
 
-def class_list(args: Sequence[str]) -> str | None:
-    """The classes that an option takes, where `--OPTION.help` names none; None without such an option."""
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
-        option = arg.removeprefix("--").removesuffix(".help")
-        if arg == f"--{option}.help" and option in _BASES and following.startswith("-"):
-            found = {cls.__name__: cls for cls in subclasses(_BASES[option]) if _can_be_named(cls)}
-            width = max(map(len, found))
-            lines = [f"  {name:{width}}  {_title(found[name])}".rstrip() for name in sorted(found, key=str.lower)]
-            return "\n".join([f"{option} takes one of these classes, or one of your own as my_module.MyClass:", *lines,
-                              f"{arg} CLASS lists the options of one."])  # fmt: skip
-    return None
-
-
-def _can_be_named(cls: type) -> bool:
-    known = cls.__module__.partition(".")[0] in PACKAGE_ORDER and ".demos." not in cls.__module__
-    public = getattr(importlib.import_module("lightning_tricks"), cls.__name__, None) is cls
-    ours = cls.__module__.startswith("lightning_tricks.")
-    return known and not cls.__name__.startswith("_") and not inspect.isabstract(cls) and (public or not ours)
-
-
-def _title(cls: type) -> str:
-    """The first sentence of a class's docstring, on one line."""
-    text = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
-    return textwrap.shorten(re.split(r"(?<=\.) ", text)[0], 90, placeholder=" ...")
-
-
 def nameable_classes() -> dict[str, list[str]]:
     """Every class that a recipe may name shortly, with its parameters' names."""
-    found = [cls for base in _BASES.values() for cls in subclasses(base)]
+    found = [cls for base in _BASES for cls in subclasses(base)]
     known = {package: number for number, package in enumerate(reversed(PACKAGE_ORDER), 1)}
     found.sort(key=lambda cls: known.get(cls.__module__.partition(".")[0], 0))  # of two with one name the last counts
     return {cls.__name__: _parameters(cls) for cls in found}

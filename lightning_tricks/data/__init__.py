@@ -5,10 +5,10 @@ that are passed over; the offset of a token counts the tokens of a stream; a run
 """
 
 from lightning_tricks.data.order import permute
-from lightning_tricks.data.saved_tokenizer import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.shards import ShardWriter, open_shard
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.data.token_data import TokenData
+from lightning_tricks.data.tokenizer import SavedTokenizer, tokenizer_from_checkpoint
 
 __all__ = [
     "SavedTokenizer",

@@ -21,11 +21,17 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
-from lightning_tricks.data.bpe import changes_text, token_texts, vocabulary_size
 from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
 from lightning_tricks.data.order import SkippedSamples, WindowOrder
-from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.shards import TokenStream
+from lightning_tricks.data.tokenizer import (
+    changes_text,
+    check_same,
+    find_record,
+    token_texts,
+    tokenizer_record,
+    vocabulary_size,
+)
 
 Batches = TrainBatches | ValidationBatches
 SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches

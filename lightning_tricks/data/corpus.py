@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -109,11 +110,6 @@ def _lines(path: Path, limit: int = -1) -> Iterator[str]:
         raise UsageError(f"files: {path} cannot be read ({reason})") from error
 
 
-def read_file(path: Path) -> Iterator[str]:
-    """The whole file as one document."""
-    yield "".join(_lines(path))
-
-
 def read_pieces(path: Path, size: int) -> Iterator[str]:
     """The file in pieces of about `size` characters; joined, they are the file.
 
@@ -192,8 +188,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         raise UsageError(f"files: {path} cannot be read as Parquet ({reason})") from error
 
 
-Documents = Callable[[], Iterator[str]]
-Located = Callable[[], Iterator[tuple[Path, str]]]
+Located = Callable[[], Iterator[tuple[Path | None, str]]]
 _MANY_FILES = 100
 _LARGEST_DOCUMENT = 4 << 20  # characters that are encoded at once
 
@@ -207,22 +202,25 @@ class Corpus:
         identity: called with the cache's folder, and whether what is recorded there suffices in place of a question to
             another host. Its answer depends on the content of the documents; part of the cache's key.
         n_bytes: approximate size of the text, for the progress bar; None when unknown.
-        documents: called for each pass, yields the non-empty documents in a fixed order.
-        located: yields the same documents, each as (file, text); None where they come from no files.
+        located: called for each pass, yields the non-empty documents in a fixed order, each as (file, text); the file
+            is None where they come from none.
     """
 
     description: str
     identity: Callable[[Path, bool], str]
     n_bytes: int | None
-    documents: Documents
-    located: Located | None = None
+    located: Located
+
+    def documents(self) -> Iterator[str]:
+        """The texts alone, in the same order."""
+        return (text for _, text in self.located())
 
 
 def _corpus_of_files(description: str, paths: list[Path], setting: str, located: Located) -> Corpus:
     """A corpus whose identity changes with `setting`, and with the content of the files in their order."""
     size = sum(path.stat().st_size for path in paths)
     identity = partial(_identity_of_files, paths, setting)
-    return Corpus(description, identity, size, partial(_texts, located), located)
+    return Corpus(description, identity, size, located)
 
 
 def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorded: bool = False) -> str:
@@ -230,10 +228,6 @@ def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorde
     kinds = [(_suffix(path) if is_rows(path) else "plain", _is_gzip(path)) for path in paths]
     content = list(zip(kinds, file_hashes(paths, cache_dir), strict=True))
     return hashlib.sha256(repr((setting, content)).encode()).hexdigest()
-
-
-def _texts(located: Located) -> Iterator[str]:
-    return (text for _, text in located())
 
 
 def standard_library() -> Corpus:
@@ -288,30 +282,20 @@ def text_files(patterns: list[str], text_field: str, whole: bool = False) -> Cor
     check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
-    located = partial(_documents_of_files, paths, text_field, _whole_size if whole else _piece_size if cuts else None)
+    size = _LARGEST_DOCUMENT if whole else None if cuts else sys.maxsize
+    located = partial(_documents_of_files, paths, text_field, size)
     return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, located)
 
 
-def _documents_of_files(
-    paths: list[Path], text_field: str, size: Callable[[Path], int] | None
-) -> Iterator[tuple[Path, str]]:
+def _documents_of_files(paths: list[Path], text_field: str, size: int | None) -> Iterator[tuple[Path, str]]:
     for path in paths:
-        if is_rows(path):
-            texts = read_rows(path, text_field)
-        elif size is not None:
-            texts = read_pieces(path, size(path))
-        else:
-            texts = read_file(path)
+        texts = read_rows(path, text_field) if is_rows(path) else read_pieces(path, size or _piece_size(path))
         yield from ((path, text) for text in texts if text.strip())
 
 
 def _piece_size(path: Path) -> int:
     """Characters of a piece. It depends on the file alone: by the total size, an added file would move all cuts."""
     return min(max(path.stat().st_size // 200, 2 << 10), 64 << 10)
-
-
-def _whole_size(path: Path) -> int:
-    return _LARGEST_DOCUMENT
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:
@@ -325,12 +309,12 @@ def hugging_face(name: str, text_field: str) -> Corpus:
     if importlib.util.find_spec("datasets") is None:
         raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
     dataset = _Dataset(name, text_field)
-    return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.documents)
+    return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.located)
 
 
 @dataclass
 class _Dataset:
-    """A dataset, by name; `identity` fixes the revision that `documents` reads."""
+    """A dataset, by name; `identity` fixes the revision that `located` reads."""
 
     name: str
     text_field: str
@@ -348,7 +332,7 @@ class _Dataset:
         config = self.name.partition(":")[2]
         return hashlib.sha256(repr((config, self.text_field, content)).encode()).hexdigest()
 
-    def documents(self) -> Iterator[str]:
+    def located(self) -> Iterator[tuple[None, str]]:
         import datasets
 
         path, _, config = self.name.partition(":")
@@ -360,7 +344,7 @@ class _Dataset:
                 if not isinstance(text, str):
                     raise UsageError(f"text_field={self.text_field!r}: {self.name} has the columns {_names(row)}")
                 if text.strip():
-                    yield _characters(text)
+                    yield None, _characters(text)
         except UsageError:
             raise
         except Exception as error:  # the Hub, the network and the formats each raise their own

@@ -30,12 +30,19 @@ from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.bpe import end_of_text, load_tokenizer, token_texts, train_bpe, vocabulary_size
 from lightning_tricks.data.content import remove_unfinished, staging_prefix
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
-from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
+from lightning_tricks.data.tokenizer import (
+    end_of_text,
+    load_tokenizer,
+    open_tokenizer,
+    token_texts,
+    tokenizer_sha256,
+    train_bpe,
+    vocabulary_size,
+)
 
 __all__ = ["TextData"]
 
@@ -134,13 +141,10 @@ def tokenize_corpus(
         os.fsync(file.fileno())
 
 
-def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path]:
-    """The files of training documents, by their numbers in the stream from 0; the text is read up to the last of them.
-
-    Empty where the documents come from no files.
-    """
-    found: dict[int, Path] = {}
-    if corpus.located is None or not numbers:
+def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path | None]:
+    """The files of training documents, by their numbers in the stream from 0; reads the text up to the last of them."""
+    found: dict[int, Path | None] = {}
+    if not numbers:
         return found
     threshold = validation_threshold(corpus.documents(), val_fraction)
     training = (path for path, document in corpus.located() if document_hash(document) >= threshold)

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.base import TokenDataModule, TokenIdCheck
-from lightning_tricks.data.bpe import end_of_text, vocabulary_size
-from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
+from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
 __all__ = ["TokenData"]
 

@@ -14,7 +14,6 @@ from lightning_tricks.cli import RecipeCLI, recipe_parser
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
-    class_list,
     join_negative_numbers,
     load_text,
     nameable_classes,
@@ -114,26 +113,6 @@ def test_settings_are_written_as_yaml_once_for_all_who_ask_and_anew_when_they_ch
     config.steps = 4
     assert "steps: 4" in parser.dump(config, skip_none=False)
     assert len(written) == 3
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["fit", "--data.help"], ["TextData ", "TokenData "]),
-        (["fit", "--config", "recipes/tiny.yaml", "--model.schedule.help"], ["WarmupStableDecay ", "WarmupCosine "]),
-        (["fit", "--trainer.callbacks.help", "--trainer.max_steps", "3"], ["StepGuard ", "EarlyStopping "]),
-    ],
-)
-def test_help_of_an_option_without_a_class_lists_the_classes_that_it_takes(args, words):
-    text = class_list(args)
-    assert text is not None
-    assert all(f"\n  {word}" in text for word in words)
-    assert "TokenDataModule" not in text  # a base that nobody names
-
-
-def test_help_of_a_class_and_other_options_stay_jsonargparses():
-    assert class_list(["fit", "--data.help", "TextData"]) is None
-    assert class_list(["fit", "--help", "--data.seq_len", "3"]) is None
 
 
 def test_a_recipe_with_anchors_is_saved_without_aliases():

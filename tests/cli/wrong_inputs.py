@@ -260,11 +260,6 @@ ROWS = [
         files={"shard.bin": b"x"},
     ),
     option(
-        "--trainer.strategy DeepSpeedZeROStrategy",
-        "DeepSpeedZeROStrategy needs deepspeed",
-        prepare=without("deepspeed"),
-    ),
-    option(
         "--data.files p.parquet",
         "p.parquet needs",
         "lightning-tricks[parquet]",

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import TextData, TokenData
-from lightning_tricks.data.bpe import END_OF_TEXT, as_text_only, changes_text, token_texts, train_bpe
+from lightning_tricks.data.tokenizer import END_OF_TEXT, as_text_only, changes_text, token_texts, train_bpe
 
 LEARNED = train_bpe(["this is in Ünderstanding: hi  in the <x> of 12 it's in"] * 9, 300).to_str()
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)

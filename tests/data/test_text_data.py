@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.process import process_tag
 from lightning_tricks.data import TextData, TokenData, open_shard
-from lightning_tricks.data.bpe import END_OF_TEXT, train_bpe
 from lightning_tricks.data.corpus import Corpus, standard_library
 from lightning_tricks.data.text_data import build_once, document_hash, validation_threshold
+from lightning_tricks.data.tokenizer import END_OF_TEXT, train_bpe
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypat
     few = [text for _, text in zip(range(40), corpus.documents(), strict=False)]
     monkeypatch.setattr(
         "lightning_tricks.data.text_data.standard_library",
-        lambda: Corpus(corpus.description, corpus.identity, None, lambda: iter(few)),
+        lambda: Corpus(corpus.description, corpus.identity, None, lambda: ((None, text) for text in few)),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = TextData()
@@ -370,7 +370,8 @@ def killed_build(folder: Path) -> Path:
     return left
 
 
-@pytest.mark.parametrize("later", ["set", "other", "there already"])
+@pytest.mark.long
+@pytest.mark.parametrize("later", ["other", "there already"])
 def test_what_a_killed_build_left_is_removed_by_the_next_build_of_any_folder(tmp_path, later):
     if later == "there already":
         build_once(tmp_path / later, write_two)
@@ -382,6 +383,7 @@ def test_what_a_killed_build_left_is_removed_by_the_next_build_of_any_folder(tmp
     assert names(tmp_path / later) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_a_staging_folder_of_a_live_process_another_host_or_an_unknown_name_stays(tmp_path):
     tag = process_tag()
     assert tag is not None

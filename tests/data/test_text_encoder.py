@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from lightning_tricks.data import text_encoder
-from lightning_tricks.data.bpe import LLAMA3_PATTERN, QWEN2_PATTERN, as_text_only, train_bpe
 from lightning_tricks.data.text_encoder import encode_all, fast_bpe, merge_ranks
+from lightning_tricks.data.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, as_text_only, train_bpe
 
 pytest.importorskip("tiktoken")
 

@@ -14,10 +14,10 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
 from lightning_tricks.data.base import Loader, TokenIdCheck
 from lightning_tricks.data.batches import TrainBatches
-from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.cursor import FirstRows
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import TokenStream
+from lightning_tricks.data.tokenizer import train_bpe
 
 
 @pytest.fixture

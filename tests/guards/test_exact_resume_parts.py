@@ -22,8 +22,8 @@ from lightning_tricks.guards.exact_resume.order import (
     Position,
     describe,
     generators_of,
-    number_of,
     sampler_state,
+    seed_from,
     set_sampler_state,
     transfer,
 )
@@ -133,8 +133,8 @@ def test_own_randomness_ends_with_an_exception():
 
 
 def test_numbers_of_different_keys_differ_and_stay_the_same_for_ever():
-    assert number_of(1, 2) != number_of(12) != number_of(2, 1)
-    assert number_of(3, 0, 1, "order") == 15402862281366432254 or number_of(3, 0, 1, "order") < 2**64
+    assert seed_from(1, 2) != seed_from(12) != seed_from(2, 1)
+    assert seed_from(3, 0, 1, "order") == 15402862281366432254 or seed_from(3, 0, 1, "order") < 2**64
 
 
 def test_generators_are_found_in_transforms_of_a_wrapped_dataset():

@@ -24,8 +24,8 @@ from lightning_tricks.guards.exact_resume.order import (
     Position,
     generators_of,
     is_iterable,
-    number_of,
     sampler_state,
+    seed_from,
     set_sampler_state,
 )
 
@@ -211,7 +211,7 @@ class Worker:
 
     def _seed(self) -> None:
         place = (self.worker, self.number) if self.iterable else (self.number,)
-        seed_process(number_of(*self.key, *place), self.generators)
+        seed_process(seed_from(*self.key, *place), self.generators)
 
 
 class _NoRows:
@@ -307,12 +307,12 @@ class Replay:
         self._set_state(start, load_state)
         inner, number = self._inner_loader(start, key)
         generators = [] if self.stateful or loader.num_workers else generators_of(loader.dataset)
-        with own_randomness(number_of(*key, "start")):
+        with own_randomness(seed_from(*key, "start")):
             iterator = DataLoader.__iter__(inner)
         states = list(start.datasets or [None] * max(loader.num_workers, 1))
         even, position = True, start
         while True:
-            seed = number_of(*key, number)
+            seed = seed_from(*key, number)
             with nullcontext() if loader.num_workers else own_randomness(seed, generators):
                 batch: Any = next(iterator, _END)
             if batch is _END:
@@ -341,7 +341,7 @@ class Replay:
         # workers that live on would have the first pass's seeds in all passes
         changes: dict[str, Any] = {"_iterator": None, "persistent_workers": False, "in_order": True}
         if not iterable:
-            order = Order(loader, number_of(start.seed, start.number, "order"), start.batches)
+            order = Order(loader, seed_from(start.seed, start.number, "order"), start.batches)
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = order
         if loader.num_workers or self.stateful:
             changes["collate_fn"] = worker.finish
