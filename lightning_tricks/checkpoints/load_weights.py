@@ -8,7 +8,6 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,13 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.checkpoints.check_checkpoint import no_weights, verify_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
-from lightning_tricks.checkpoints.hf_folder import is_hf_folder, open_weights, read_config, read_hf_folder
+from lightning_tricks.checkpoints.hf_folder import (
+    is_hf_folder,
+    open_safetensors,
+    open_weights,
+    read_config,
+    read_hf_folder,
+)
 from lightning_tricks.checkpoints.open_checkpoint import (
     AVERAGES,
     MEAN,
@@ -80,8 +85,6 @@ def check_source(path: str | Path) -> Path:
         return verify_checkpoint(path)
     if not place.is_file():
         raise UsageError(f"{place}: there is no such file")
-    if find_spec("safetensors") is None:
-        raise UsageError(f"{place}: to read it, pip install safetensors")
     return place
 
 
@@ -109,13 +112,7 @@ def _read(
     if is_hf_folder(place):
         return read_hf_folder(place, module)
     if place.suffix == _SAFETENSORS:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file as load_safetensors
-
-        try:
-            return {"state_dict": load_safetensors(place)}
-        except SafetensorError as error:
-            raise UsageError(f"damaged: {place} cannot be read ({error}): take another copy of it") from None
+        return {"state_dict": open_safetensors(place)}
     if place.is_dir():
         if read_shards is not None:
             return read_shards(place)

@@ -123,7 +123,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
 def _none_found(option: str, command: str, found: Found, where: str) -> None:
     """Refuse, unless `auto` may start afresh because there is no checkpoint at all."""
     instead = "start a new run at step 0 with --ckpt_path none" if command == "fit" else "give the path of a checkpoint"
-    if found.any:
+    if found.passed_over:
         raise UsageError(
             f"{option}: none of {len(found.passed_over)} checkpoint(s) in {where} can be used (the newest: "
             f"{found.passed_over[0]}): restore one from a copy, or {instead}"
