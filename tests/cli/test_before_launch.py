@@ -13,6 +13,7 @@ from lightning_tricks.callbacks import (
     BatchSizeWarmup,
     GradNormMonitor,
     InitFrom,
+    SafeCheckpoint,
     SampleText,
     SpikeRollback,
     StepGuard,
@@ -47,6 +48,7 @@ FLAT = object.__new__(strategies.FSDPStrategy)
         (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
         (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),
         (StepGuard, FLAT, "StepGuard: FSDPStrategy holds flat parts of parameters"),
+        (SafeCheckpoint, DEEPSPEED, "SafeCheckpoint: DeepSpeedStrategy writes checkpoints by itself"),
         (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),
     ],
 )

@@ -45,7 +45,7 @@ def can_be_replayed(loader: Any) -> bool:
     return not own_way and (has_state(loader.dataset) or not hasattr(loader.dataset, "__next__"))
 
 
-class Places:
+class LoaderStates:
     """Where a loader was before each of the batches that it has served in an epoch, from the running step on.
 
     `fetched` is called after each batch that was fetched, `at_first_batch` after the first one.
@@ -111,7 +111,7 @@ class StatefulLoader(ServedLoader):
 
     def __init__(self, loader: Any, fetched: Callable[[], None]) -> None:
         super().__init__(loader, fetched)
-        self.places = Places(fetched)
+        self.places = LoaderStates(fetched)
         self.resumed: dict[str, Any] | None = None  # place from which the next iteration goes on
         self._cycles = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
         self._ended = False  # the last pass ran to its end
@@ -235,7 +235,7 @@ class Replay:
         self.loader, self.rank = loader, rank
         self.stateful = is_iterable(loader) and has_state(loader.dataset)
         self.position = Position(seed=seed)
-        self.places = Places(fetched)
+        self.places = LoaderStates(fetched)
         self.resumed: Position | None = None  # where the next pass begins
         self._ended = False  # the last pass ran to its end
 
