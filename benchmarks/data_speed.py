@@ -31,8 +31,8 @@ from benchmarks import machine
 from benchmarks.feed import write_tokens
 from lightning_tricks.accounting.device_speed import available_cores
 from lightning_tricks.data import TokenData, open_shard, text_encoder
-from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.corpus import standard_library
+from lightning_tricks.data.tokenizer import train_bpe
 
 VOCABULARIES = (4096, 32768)
 SIZES = ((1, 16), (8, 256), (16, 1024))  # rows and tokens of a batch

@@ -116,7 +116,7 @@ def test_a_branch_off_a_finished_run_then_a_text_and_a_fine_tuning(pasted, folde
     assert "def " in said
     again = command_of("checkpoints.md", "--data.tokenizer")
     said = pasted(*again, *SHORT, "--trainer.max_steps=2", "--data.vocab_size=300")
-    assert "weights loaded; left out: the optimizer's state (AdamW)" in said
+    assert "weights loaded; left out: the optimizer's state" in said
 
 
 def test_a_recipe_for_eight_gpus_on_a_laptop_is_one_line(folder, monkeypatch, capsys):

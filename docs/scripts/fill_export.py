@@ -16,7 +16,7 @@ from filler import Filler
 from lightning_tricks import __main__ as door
 from lightning_tricks.checkpoints.load_weights import architecture
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
-from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.tokenizer import train_bpe
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, hf_config, hf_family, hf_weights
 
 SIZES: dict[str, Any] = {"vocab_size": 280, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}

@@ -1,12 +1,9 @@
 """Save a checkpoint so that a kill, a full disk or a power cut leaves the older one; check it before it is opened."""
 
-import io
 import os
 import pickle
-import pickletools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +17,7 @@ from lightning_tricks._trainer.lightning import WarnOnce, pl
 from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.checkpoints.open_checkpoint import check_content, open_checkpoint, refused_object
 from lightning_tricks.checkpoints.record import record_or_none
-from lightning_tricks.checkpoints.snapshot import HostBuffers, TensorPickler, kinds_of, snapshot
+from lightning_tricks.checkpoints.snapshot import HostBuffers, kinds_of, snapshot
 from lightning_tricks.checkpoints.write_file import write_file
 
 
@@ -73,7 +70,7 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
     so Lightning's launchers of `ddp_spawn`, `ddp_fork` and `ddp_notebook` hand them to the process that called `fit`.
 
     A checkpoint with an object that a load would not let in is saved all the same; the first one causes a warning that
-    names the object's key.
+    names the object's class.
 
     Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. Addresses (`s3://...`) are written
     and read as Lightning does.
@@ -156,19 +153,20 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
                     raise
                 if answer == "skip":
                     return
-        self._warn_of_unsafe_content(checkpoint, path)
+        self._warn_of_unsafe_content(path)
         if self.on_commit:
             self.on_commit(path)
 
-    def _warn_of_unsafe_content(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def _warn_of_unsafe_content(self, path: Path) -> None:
         if self._warn_once.has_given("unsafe"):
             return
         with suppress(OSError, RuntimeError):  # somebody has moved the file; it is saved all the same
-            if found := unsafe_content(checkpoint, path):
+            if found := unsafe_classes(path):
                 self._warn_once(
                     "unsafe",
-                    f"{path} will not open with weights_only=True, because of {', '.join(found)}: give the module's "
-                    "hyper-parameters and states plain types, such as str(path), or load with weights_only=False",
+                    f"{path} will not open with weights_only=True, because it holds {', '.join(found)}: give the "
+                    "module's hyper-parameters and states plain types, such as str(path), or load with "
+                    "weights_only=False",
                 )
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -243,47 +241,14 @@ def wait_for_write(trainer: Any) -> None:
         plugin.teardown()  # its only method that waits; the next save starts its thread again
 
 
-def unsafe_content(checkpoint: dict[str, Any], file: Path) -> list[str]:
-    """The entries of a checkpoint that only `weights_only=False` lets in, each with its class: `a.b (pathlib.Path)`.
+def unsafe_classes(file: Path) -> list[str]:
+    """The classes and functions in a file that only `weights_only=False` lets in, such as `pathlib.PosixPath`.
 
-    Reads the names in the pickle of the file that it was saved to, which needs neither tensors nor the objects; the
-    entries are looked for only if there is such a name.
+    Reads the names in its pickle, which needs neither tensors nor the objects.
 
     Source: https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
     try:
-        names = set(get_unsafe_globals_in_checkpoint(str(file)))
+        return sorted(get_unsafe_globals_in_checkpoint(str(file)))
     except pickle.UnpicklingError as error:  # a number of more than 255 bytes
         return [str(error)]
-    if not names:
-        return []
-    return [
-        f"{'.'.join(path)} ({_class_name(value)})" for path, value in _leaves(checkpoint) if names & _globals(value)
-    ]
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Everything in plain containers, a dict's keys too, that is no tensor, with the keys that lead to it."""
-    entries: Iterable[tuple[Any, Any]] = ()
-    if type(tree) in (dict, OrderedDict):
-        yield from (((*path, str(key)), key) for key in tree)
-        entries = tree.items()
-    elif type(tree) in (list, tuple):
-        entries = enumerate(tree)
-    elif not isinstance(tree, Tensor):
-        yield path, tree
-    for key, value in entries:
-        yield from _leaves(value, (*path, str(key)))
-
-
-def _globals(value: Any) -> set[str]:
-    """The classes and functions that a value's pickle names."""
-    pickled = io.BytesIO()
-    TensorPickler(pickled, protocol=2).dump(value)
-    steps = pickletools.genops(pickled.getvalue())
-    return {str(name).replace(" ", ".") for opcode, name, _ in steps if opcode.name == "GLOBAL"}
-
-
-def _class_name(value: Any) -> str:
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"

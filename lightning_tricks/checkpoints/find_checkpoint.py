@@ -49,11 +49,6 @@ class Found:
     chosen: Candidate | None = None
     passed_over: list[str] = field(default_factory=list)  # one line for each newer one, the newest first
 
-    @property
-    def any(self) -> bool:
-        """Whether there is any checkpoint, whole or not."""
-        return self.chosen is not None or bool(self.passed_over)
-
 
 def candidates(folder: Path) -> list[Candidate]:
     """The checkpoints of one folder, the oldest first, each once: links lead to files that stand there themselves.

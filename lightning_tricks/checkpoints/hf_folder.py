@@ -105,12 +105,8 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files, mapped.
 
     Raises:
-        UsageError: the package, or a file, is missing; a file is damaged.
+        UsageError: a file is missing; see `open_safetensors`.
     """
-    if find_spec("safetensors") is None:
-        raise UsageError(f"{folder}: to read it, pip install 'lightning-tricks[hf]', or pip install safetensors")
-    from safetensors import SafetensorError, safe_open
-
     if (folder / _INDEX).is_file():
         names = _json(folder, _INDEX).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -124,12 +120,25 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
     for file in files:
         if not inside(folder, file).is_file():
             raise UsageError(f"incomplete: {folder} has no {file.name}, which its index names")
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no mapping
-        except SafetensorError as error:
-            raise UsageError(f"damaged: {file} cannot be read ({error}): take another copy of it") from None
+        tensors |= open_safetensors(file)
     return tensors
+
+
+def open_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, mapped.
+
+    Raises:
+        UsageError: the package is missing; the file is damaged.
+    """
+    if find_spec("safetensors") is None:
+        raise UsageError(f"{file}: to read it, pip install 'lightning-tricks[hf]', or pip install safetensors")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no mapping
+    except SafetensorError as error:
+        raise UsageError(f"damaged: {file} cannot be read ({error}): take another copy of it") from None
 
 
 def check_depth(config: DecoderConfig, stored: Mapping[str, Tensor], folder: Path) -> None:

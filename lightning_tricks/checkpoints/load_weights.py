@@ -1,24 +1,46 @@
-"""Give a module the weights of a checkpoint and nothing else of it, whatever kind of file or folder it is.
+"""The weights of a checkpoint alone, whatever kind of file or folder it is: all of them, or one after the other.
 
-And tell in one line where the weights or the decoder of a checkpoint differ from a module's.
+And one line on where the weights or the decoder of a checkpoint differ from a module's.
 """
 
 import dataclasses
 import inspect
-import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks.checkpoints.averages import AVERAGES, with_average
-from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
-from lightning_tricks.checkpoints.hf_folder import is_hf_folder, open_weights, read_config, read_hf_folder
-from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, WITHOUT_OPTIMIZERS, load_file, open_checkpoint
+from lightning_tricks.checkpoints.check_checkpoint import no_weights, verify_checkpoint
+from lightning_tricks.checkpoints.folder_metadata import read_metadata
+from lightning_tricks.checkpoints.hf_folder import (
+    is_hf_folder,
+    open_safetensors,
+    open_weights,
+    read_config,
+    read_hf_folder,
+)
+from lightning_tricks.checkpoints.open_checkpoint import (
+    AVERAGES,
+    MEAN,
+    WEIGHTS,
+    WITHOUT_OPTIMIZERS,
+    KeyPath,
+    average_entry,
+    check_content,
+    check_decoder,
+    decoder_family,
+    load_file,
+    open_checkpoint,
+    read_entries,
+    with_average,
+)
 from lightning_tricks.models import DecoderConfig
 
 _SAFETENSORS = ".safetensors"
@@ -63,8 +85,6 @@ def check_source(path: str | Path) -> Path:
         return verify_checkpoint(path)
     if not place.is_file():
         raise UsageError(f"{place}: there is no such file")
-    if find_spec("safetensors") is None:
-        raise UsageError(f"{place}: to read it, pip install safetensors")
     return place
 
 
@@ -92,13 +112,7 @@ def _read(
     if is_hf_folder(place):
         return read_hf_folder(place, module)
     if place.suffix == _SAFETENSORS:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file as load_safetensors
-
-        try:
-            return {"state_dict": load_safetensors(place)}
-        except SafetensorError as error:
-            raise UsageError(f"damaged: {place} cannot be read ({error}): take another copy of it") from None
+        return {"state_dict": open_safetensors(place)}
     if place.is_dir():
         if read_shards is not None:
             return read_shards(place)
@@ -123,24 +137,44 @@ def matched(module: nn.Module, given: Mapping[str, Any], path: Any) -> dict[str,
     """
     own = {clean_name(name): (name, value) for name, value in module.state_dict().items()}
     theirs = {clean_name(name): value for name, value in given.items()}
-    if getattr(module, "strict_loading", True):
-        remedy = "take the model that it was saved from, or set strict_loading of the module to False"
-        for name in (name for name in own if name not in theirs):
-            raise UsageError(f"{path} has no '{name}', which the model has: {remedy}")
-        for name in (name for name in theirs if name not in own):
-            raise UsageError(f"{path} has '{name}', which the model lacks: {remedy}")
-    both = [name for name in own if name in theirs]
-    if not both:
-        raise UsageError(f"{path} has no weight of the model: its first is '{next(iter(theirs), None)}'")
-    for name in both:
-        here, there = getattr(own[name][1], "shape", None), getattr(theirs[name], "shape", None)
-        if here != there:
-            raise UsageError(f"{path}: '{name}' is {_shape(there)} in it and {_shape(here)} in the model")
-    return {own[name][0]: theirs[name] for name in both}
+    if not getattr(module, "strict_loading", True):
+        if not own.keys() & theirs.keys():
+            raise UsageError(f"{path} has no weight of the model: its first is '{next(iter(theirs), None)}'")
+        own = {name: named for name, named in own.items() if name in theirs}
+        theirs = {name: value for name, value in theirs.items() if name in own}
+    if wrong := differing_weights({name: value for name, (_, value) in own.items()}, theirs):
+        raise UsageError(f"{path}: {wrong}")
+    return {full_name: theirs[name] for name, (full_name, _) in own.items()}
 
 
-def _shape(shape: Any) -> str:
+def differing_weights(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first name or shape in which a module's and a checkpoint's weights differ, in words; None: there is none.
+
+    Args:
+        own: what the module's `state_dict` gives; of DeepSpeed's parameters, with `keep_vars`, the whole shape counts.
+        theirs: those of the checkpoint.
+    """
+    remedy = "take the model that it was saved from, or set strict_loading of the module to False"
+    if (name := next((name for name in own if name not in theirs), None)) is not None:
+        return f"it has no '{name}', which the model has: {remedy}"
+    if (name := next((name for name in theirs if name not in own), None)) is not None:
+        return f"it has '{name}', which the model lacks: {remedy}"
+    for name in own:
+        if (here := _shape(own[name])) != (there := _shape(theirs[name])):
+            return f"'{name}' is {there} in it and {here} in the model"
+    return None
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "ds_shape", getattr(value, "shape", None))
     return "no tensor" if shape is None else str(tuple(shape))
+
+
+_LEFT_OUT = {
+    "optimizer_states": "the optimizer's state",
+    "lr_schedulers": "the schedule",
+    "loops": "the step and the position in the data",
+}
 
 
 def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
@@ -151,15 +185,7 @@ def summary(module: nn.Module, checkpoint: Mapping[str, Any], path: Any) -> str:
     average = checkpoint.get(_LOADED_AVERAGE)
     line += f", of their average {average}" if average else ""
     left = [f"the average {name}" for name in checkpoint.get(AVERAGES, {}) if name != average]
-    if "optimizer_states" in checkpoint:
-        name = checkpoint.get("optimizer_class")
-        left.append("the optimizer's state" + (f" ({name})" if name else ""))
-    if checkpoint.get("lr_schedulers"):
-        left.append("the schedule")
-    if "global_step" in checkpoint:
-        left.append(f"step {checkpoint['global_step']}")
-    if "loops" in checkpoint:
-        left.append("the position in the data")
+    left += [words for key, words in _LEFT_OUT.items() if checkpoint.get(key)]
     line += f"; left out: {', '.join(left)}" if left else ""
     missing = _first_and_count([name for name in own if name not in theirs])
     unknown = _first_and_count([name for name in theirs if name not in own])
@@ -172,25 +198,99 @@ def _first_and_count(names: list[str]) -> str:
     return names[0] + more if names else ""
 
 
+# ---- one weight after the other, so that no process holds the whole model in memory
+
+
+@dataclass(frozen=True)
+class StreamedWeights:
+    """The weights of a checkpoint by name, each read when it is asked for, and everything else of the checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        rest: the checkpoint without weights, optimizer state and averages.
+        shapes: shape and dtype of each weight, by its name without the prefixes of wrappers.
+        read: gives a weight, whole and on the CPU; of a file, a view of the mapped file.
+        averages: names of the averages of the weights that the checkpoint holds, such as `ema`.
+    """
+
+    path: Path
+    rest: Mapping[str, Any]
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    read: Callable[[str], Tensor]
+    averages: tuple[str, ...] = ()
+
+
+def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeights:
+    """Open a checkpoint, file or folder of shards, to read its weights one by one; every byte is checked first.
+
+    Args:
+        path: see `open_checkpoint`.
+        average: name of an average of the weights to read in their place.
+
+    Raises:
+        UsageError: see `open_checkpoint`; no such average.
+    """
+    rest = open_checkpoint(path, parts=(), weights_only=True)
+    place = Path(path)
+    found = _of_folder(place, rest, average) if place.is_dir() else _of_file(place, rest, average)
+    check_decoder(rest, len(found.shapes), path)
+    return found
+
+
+def _of_file(path: Path, checkpoint: dict[str, Any], average: str | None) -> StreamedWeights:
+    check_content(checkpoint, path)
+    weights = {clean_name(name): value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+    means = {} if average is None else average_entry(checkpoint, average, path)["weights"][MEAN]
+
+    def read(name: str) -> Tensor:
+        raw = weights[name]
+        return means[name].to(raw.dtype) if name in means else raw
+
+    heavy = {"state_dict", "optimizer_states", AVERAGES}
+    rest = {key: value for key, value in checkpoint.items() if key not in heavy}
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+    return StreamedWeights(path, rest, shapes, read, tuple(checkpoint.get(AVERAGES) or ()))
+
+
+def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> StreamedWeights:
+    metadata = read_metadata(folder)
+    keys: dict[KeyPath, str] = {tuple(path): key for key, path in (metadata.planner_data or {}).items()}
+    entries = metadata.state_dict_metadata
+    weights = {
+        clean_name(str(path[1])): key
+        for path, key in keys.items()
+        if path[0] in ("state_dict", "model") and len(path) == 2 and isinstance(entries[key], TensorStorageMetadata)
+    }
+    if not weights:
+        raise no_weights(folder)
+    averages = tuple(dict.fromkeys(str(path[1]) for path in keys if path[0] == AVERAGES))
+    chosen = dict(weights)  # the key of each weight or of its average
+    if average is not None:
+        average_entry({AVERAGES: {name: {} for name in averages}}, average, folder)
+        of_average = (AVERAGES, average, "weights", MEAN)
+        chosen |= {str(path[4]): key for path, key in keys.items() if path[:4] == of_average and path[4] in weights}
+
+    def read(name: str) -> Tensor:
+        key = chosen[name]
+        empty = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
+        return read_entries(folder, metadata, {key: empty})[key].to(entries[weights[name]].properties.dtype)
+
+    shapes = {name: (tuple(entries[key].size), entries[key].properties.dtype) for name, key in weights.items()}
+    return StreamedWeights(folder, rest, shapes, read, averages)
+
+
 # ---- another model, another decoder
 
 
 def other_weights(message: str, path: Any = None) -> str | None:
-    """Torch's error of a `load_state_dict` as a line: the first name or shape that differs; None for another error."""
-    message = re.sub(r"\s+", " ", message).strip()
-    module = re.match(r"Error\(s\) in loading state_dict for (\w+)", message)
-    if not module:
+    """Torch's error of a `load_state_dict`, which may name thousands of weights, as a line; None for another error."""
+    kind, _, differences = " ".join(message.split()).partition(": ")
+    if not kind.startswith("Error(s) in loading state_dict for "):
         return None
-    found = []
-    for what, kind in (("lacks", "Missing"), ("has besides", "Unexpected")):
-        if names := re.search(rf"{kind} key\(s\) in state_dict: (.*?)\. ", f"{message} "):
-            first, *more = names[1].split(", ")
-            found.append(f"{what} {first}" + (f" and {len(more)} more" if more else ""))
-    if shapes := re.search(r"size mismatch for (\S+): .*?torch\.Size\((.*?)\).*?torch\.Size\((.*?)\)", message):
-        found.append(f"has {shapes[1]} of shape {shapes[2]} in place of {shapes[3]}")
     return (
-        f"ckpt_path{f'={path}' if path else ''}: the checkpoint is of another model than the recipe's {module[1]}: it "
-        f"{', '.join(found) or 'differs'}; give the recipe that wrote it, or another checkpoint"
+        f"ckpt_path{f'={path}' if path else ''}: the checkpoint is of another model than the recipe's "
+        f"{kind.rpartition(' ')[2]}: {textwrap.shorten(differences, 300, placeholder=' ...')} "
+        "Give the recipe that wrote it, or another checkpoint"
     )
 
 
@@ -215,11 +315,9 @@ def check_architecture(config: DecoderConfig, checkpoint: dict[str, Any], may_di
 
 def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings in which a size that may be left out is the size that the decoder then has: one shape is one text."""
-    family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
-    fields = {name: value for name, value in settings.items() if name != "class"}
-    if family is None or fields.keys() - {field.name for field in dataclasses.fields(family)}:  # type: ignore[arg-type]
+    if (family := decoder_family(settings)) is None:
         return settings
-    config = family(**fields)
+    config = family(**{name: value for name, value in settings.items() if name != "class"})
     return {**settings, "n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.averages import AVERAGES, with_average
+from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
 from lightning_tricks.checkpoints.inside import inside
@@ -35,20 +35,17 @@ ALL: tuple[Part, ...] = ("weights", "optimizers", "averages")
 WITHOUT_OPTIMIZERS: tuple[Part, ...] = ("weights", "averages")
 WEIGHTS: tuple[Part, ...] = ("weights",)
 KeyPath = tuple[str | int, ...]
+# `checkpoint[AVERAGES][name]["weights"]` holds tensors by the kind of average and by the parameter's name, such as
+# `["mean"]["decoder.head.weight"]`. MEAN takes the weights' place; others are what a resume needs.
+AVERAGES, MEAN = "averages", "mean"
 # Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
 AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
 # Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
 _UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 # What torch's reader of pickles and pickle itself say of bytes that are no pickle.
 _NO_PICKLE = re.compile(r"Unsupported operand \d+|invalid load key, '.*?'|pickle data was truncated")
-# The entries that Lightning, or this collection, reads.
-_TYPES: dict[str, type] = {
-    "state_dict": dict, "loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list,
-    "decoder_config": dict, "global_step": int, "epoch": int, "lightning_tricks": dict,
-}  # fmt: skip
 _PLAIN = (int, float, str, bool, type(None))  # of the settings of a decoder
 _LARGEST = 1 << 24  # of these, as in a config.json: above all models that there are
-_BY_NAME = ("state_dict", "loops", "callbacks", "decoder_config")
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
@@ -98,7 +95,7 @@ def open_checkpoint(
     if not parts:
         file = inside(place, place / TRAINER_STATE) if place.is_dir() else place
         state: dict[str, Any] = load_file(file, weights_only)
-        check_types(state, path)
+        check_decoder(state, None, path)
         return state
     if place.is_dir():
         if average is not None:
@@ -149,7 +146,7 @@ def check_content(checkpoint: Any, path: Any) -> None:
     """Refuse what torch can open but Lightning did not save: without weights, or the mark of Lightning's version."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise no_weights(path)
-    check_types(checkpoint, path)
+    check_decoder(checkpoint, len(checkpoint["state_dict"]), path)
     if "pytorch-lightning_version" not in checkpoint:
         raise UsageError(
             f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
@@ -157,26 +154,11 @@ def check_content(checkpoint: Any, path: Any) -> None:
         )
 
 
-def check_types(checkpoint: Any, path: Any) -> None:
-    """Refuse entries of other types than Lightning and this collection save, by the first one's name."""
-    if not isinstance(checkpoint, Mapping):
-        return
-    for name, kind in _TYPES.items():
-        value = checkpoint.get(name, kind())
-        entries = value if isinstance(value, Mapping) and name in _BY_NAME else {}
-        loops = [each for key, each in entries.items() if name == "loops" and str(key).endswith("_loop")]
-        if not (isinstance(value, kind) and all(isinstance(each, str) for each in entries)
-                and all(isinstance(each, dict) for each in loops)):  # fmt: skip
-            raise UsageError(f"damaged: {path}: its {name} is not what Lightning saves there: take another copy of it")
-    if "decoder_config" in checkpoint:
-        check_decoder(checkpoint["decoder_config"], len(checkpoint.get("state_dict", ())) or None, path)
-
-
-def check_decoder(settings: Mapping[str, Any], tensors: int | None, path: Any) -> None:
-    """Refuse the settings of no decoder, and more blocks than there are tensors, before any is built."""
+def check_decoder(checkpoint: Any, tensors: int | None, path: Any) -> None:
+    """Refuse a `decoder_config` of no decoder, or of more blocks than there are tensors, before one is built."""
+    settings = checkpoint.get("decoder_config", {}) if isinstance(checkpoint, Mapping) else {}
     fields = {name: value for name, value in settings.items() if name != "class"}
-    family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
-    if family is None or fields.keys() - {field.name for field in dataclasses.fields(family)}:  # type: ignore[arg-type]
+    if (family := decoder_family(settings)) is None:
         return  # of a module with a decoder of its own, or of a later version: who builds it says so
     for name, value in fields.items():
         if type(value) not in _PLAIN or (type(value) is int and abs(value) > _LARGEST):
@@ -188,6 +170,13 @@ def check_decoder(settings: Mapping[str, Any], tensors: int | None, path: Any) -
         raise UsageError(f"damaged: {path}: decoder_config: {error}") from None
     if too_deep:
         raise UsageError(f"damaged: {path}: decoder_config: n_layers={depth}, and it holds {tensors} tensors")
+
+
+def decoder_family(settings: Mapping[str, Any]) -> type[DecoderConfig] | None:
+    """The class of a checkpoint's `decoder_config`; None where no class of the collection has its name and settings."""
+    family = next((cls for cls in DecoderConfig.__subclasses__() if cls.__name__ == settings.get("class")), None)
+    known = set() if family is None else {field.name for field in dataclasses.fields(family)}  # type: ignore[arg-type]
+    return family if settings.keys() - {"class"} <= known else None
 
 
 def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
@@ -231,7 +220,7 @@ def _read_folder(
     if weights is None:
         raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
     checkpoint = {**trainer_state, "state_dict": weights}
-    check_types(checkpoint, folder)
+    check_decoder(checkpoint, len(weights), folder)
     if AVERAGES in tree:
         checkpoint[AVERAGES] = tree[AVERAGES]
     if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved
@@ -274,3 +263,41 @@ def size_of_folder(folder: Path) -> int:
     entries = read_metadata(folder).state_dict_metadata.values()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
     return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+
+
+# ---- averages of the weights
+
+
+def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[str, Any]:
+    """A checkpoint in whose `state_dict` an average has taken the place of the weights that were trained.
+
+    A weight that is not averaged, because it was not trained, stays as it is. The average has the dtype of the weight.
+
+    Args:
+        checkpoint: with all of its tensors, whole or in shards.
+        name: of the average, such as `ema`.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        UsageError: the checkpoint has no such average.
+    """
+    means = average_entry(checkpoint, name, path)["weights"][MEAN]
+    state_dict = {
+        key: means[clean_name(key)].to(value.dtype) if clean_name(key) in means else value
+        for key, value in checkpoint["state_dict"].items()
+    }
+    return {**checkpoint, "state_dict": state_dict}
+
+
+def average_entry(checkpoint: Mapping[str, Any], name: str, path: Any) -> Mapping[str, Any]:
+    """The entry of an average in a checkpoint, see `AVERAGES`.
+
+    Raises:
+        UsageError: the checkpoint has no such average.
+    """
+    found = checkpoint.get(AVERAGES) or {}
+    if name not in found:
+        held = f"it holds {', '.join(found)}" if found else "it was saved without one"
+        raise UsageError(f"average={name}: {path} holds no such average of the weights: {held}")
+    entry: Mapping[str, Any] = found[name]
+    return entry

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,12 +95,8 @@ def read_record(path: Path) -> Record | None:
             f"{path} is a checkpoint of version {content['version']}, and this lightning_tricks reads up to {VERSION}: "
             "pip install -U lightning-tricks"
         )
-    try:
-        record = Record(**content)
-    except TypeError:
-        raise UsageError(f"damaged: the record of {path} has other entries than are written") from None
-    if not _is_record(record):
-        raise UsageError(f"damaged: the record of {path} has values of other types than are written")
+    if content.keys() - {entry.name for entry in fields(Record)} or not _is_record(record := Record(**content)):
+        raise UsageError(f"damaged: the record of {path} has other entries than are written")
     return record
 
 

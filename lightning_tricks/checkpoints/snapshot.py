@@ -105,7 +105,7 @@ def snapshot(tree: Any, buffers: HostBuffers | None = None) -> Any:
         tree: any object that pickle can save.
         buffers: for the copies. The next snapshot with the same buffers overwrites this one.
     """
-    found = TensorPickler(pickled := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+    found = _Pickler(pickled := io.BytesIO())
     found.dump(tree)
     pickled.seek(0)
     # a save may fall into validation, and a tensor made in inference mode could not be written again outside of it
@@ -116,11 +116,11 @@ def snapshot(tree: Any, buffers: HostBuffers | None = None) -> Any:
         return unpickler.load()
 
 
-class TensorPickler(pickle.Pickler):
+class _Pickler(pickle.Pickler):
     """Pickles a number in the place of each tensor, wherever an object holds it."""
 
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol, fix_imports=False)
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 

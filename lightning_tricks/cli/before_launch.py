@@ -10,11 +10,8 @@ import torch
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import most_processes
-from lightning_tricks._host.writable import free_bytes
 from lightning_tricks._trainer import is_a
-from lightning_tricks._trainer.lightning import pl, rank_zero_warn
-from lightning_tricks.accounting.flops import matmul_parameters
-from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks._trainer.lightning import pl
 
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # what a process on another host must know
 _LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"}
@@ -38,25 +35,6 @@ def check_before_launch(trainer: Any, module: Any, datamodule: Any, command: str
     for part in (trainer.strategy, trainer.precision_plugin, module, datamodule, *trainer.callbacks):
         if hasattr(part, "check_run"):
             part.check_run(trainer, datamodule, command)
-    if command == "fit":
-        _warn_of_disk(trainer, module)
-
-
-def _warn_of_disk(trainer: Any, module: Any) -> None:
-    """One line where not even the weights of one checkpoint fit on the disk; the command `check` counts all of them."""
-    config = getattr(module, "config", None)
-    if not trainer.is_global_zero or not trainer.checkpoint_callbacks or not isinstance(config, DecoderConfig):
-        return
-    weights = 2 * matmul_parameters(config)  # in 16 bits, which is the least
-    saver: Any = trainer.checkpoint_callbacks[0]
-    folder = getattr(saver, "dirpath", None) or next(
-        (logger.save_dir for logger in trainer.loggers if logger.save_dir), trainer.default_root_dir
-    )
-    if (free := free_bytes(folder)) is not None and free < weights:
-        rank_zero_warn(
-            f"{folder}: {free / 2**30:,.1f} GiB are free, and the weights of one checkpoint take at least "
-            f"{weights / 2**30:,.1f} GiB: make room, or save to another disk; the command check counts all of them"
-        )
 
 
 def _check_processes(trainer: Any, accelerator: Any) -> None:
@@ -80,17 +58,12 @@ def _check_hosts(trainer: Any) -> None:
     """Refuse several hosts that cannot find each other, or a torchrun of another number of processes."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     missing = [name for name in _MEETING_POINT if name not in os.environ]
-    if trainer.num_nodes > 1 and is_a(environment, "LightningEnvironment"):
-        if missing:
-            raise UsageError(
-                f"trainer.num_nodes={trainer.num_nodes}: this process would wait for the other hosts in vain: start "
-                "`torchrun --nnodes ...` on each host, or set the environment variables "
-                f"{', '.join(missing)} and NODE_RANK there; on this host alone, --trainer.num_nodes 1"
-            )
-        if (rank := environment.node_rank()) >= trainer.num_nodes:
-            raise UsageError(
-                f"NODE_RANK={rank}, trainer.num_nodes={trainer.num_nodes}: hosts count from 0 to num_nodes - 1"
-            )
+    if trainer.num_nodes > 1 and is_a(environment, "LightningEnvironment") and missing:
+        raise UsageError(
+            f"trainer.num_nodes={trainer.num_nodes}: this process would wait for the other hosts in vain: start "
+            "`torchrun --nnodes ...` on each host, or set the environment variables "
+            f"{', '.join(missing)} and NODE_RANK there; on this host alone, --trainer.num_nodes 1"
+        )
     if torch.distributed.is_torchelastic_launched():
         started = int(os.environ["WORLD_SIZE"])
         if started != trainer.world_size:

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import chosen_version, store_before_the_run, weights_layout
+from lightning_tricks._trainer import chosen_version, store_before_the_run, take_loops_step, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
@@ -46,7 +45,7 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
 
     Raises:
         UsageError: an evaluation names no checkpoint; there is none for `last`; there are some for `last` or `auto`,
-            but none is whole; the value is empty, `best`, an incomplete checkpoint, or an address without one.
+            but none is whole; the value is empty, or an incomplete checkpoint.
     """
     if given is None and command != "fit":
         last = "--ckpt_path last for the newest checkpoint of this recipe"
@@ -90,7 +89,7 @@ def number(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def short(path: Any) -> str:
+def relative_to_cwd(path: Any) -> str:
     """The path from the working folder, where it lies below that."""
     return str(path).removeprefix(os.getcwd() + os.sep)
 
@@ -112,7 +111,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     path = (found.chosen.link if command == "fit" else None) or restore_name(found.chosen)
     record = found.chosen.record
     kind = "the newest whole checkpoint" if found.passed_over else "the newest checkpoint"
-    rank_zero_info(f"{option}: {short(path)}, {kind} in {where}")
+    rank_zero_info(f"{option}: {relative_to_cwd(path)}, {kind} in {where}")
     if command == "fit" and record and 0 < trainer.max_steps <= record.step:
         rank_zero_info(
             f"{option}: it has done all {trainer.max_steps} steps already: raise --trainer.max_steps to go on, or "
@@ -123,17 +122,13 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
 
 def _none_found(option: str, command: str, found: Found, where: str) -> None:
     """Refuse, unless `auto` may start afresh because there is no checkpoint at all."""
-    afresh = "start a new run at step 0 with --ckpt_path none" if command == "fit" else "give the path of a checkpoint"
-    if found.any:
-        count = len(found.passed_over)
-        which = "the only checkpoint" if count == 1 else f"none of the {count} checkpoints"
-        isnt = "cannot be used" if count == 1 else "can be used"
+    instead = "start a new run at step 0 with --ckpt_path none" if command == "fit" else "give the path of a checkpoint"
+    if found.passed_over:
         raise UsageError(
-            f"{option}: {which} in {where} {isnt} (the newest: {found.passed_over[0]}): restore one from a "
-            f"copy, or {afresh}"
+            f"{option}: none of {len(found.passed_over)} checkpoint(s) in {where} can be used (the newest: "
+            f"{found.passed_over[0]}): restore one from a copy, or {instead}"
         )
     if option != "resume=auto":
-        instead = "start without --ckpt_path" if command == "fit" else "give the path of a checkpoint"
         raise UsageError(f"{option}: there is no checkpoint in {where}: {instead}")
     rank_zero_info(f"{option}: there is no checkpoint in {where}: the run starts at step 0")
 
@@ -161,7 +156,7 @@ def _places(trainer: Any) -> tuple[list[Path], str]:
     """The folders to look in: those of the savers, and that of the newest run with checkpoints; and words for both."""
     given = [str(saver.dirpath) for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
     folders = [Path(folder) for folder in given]
-    searched = [short(folder) for folder in given]
+    searched = [relative_to_cwd(folder) for folder in given]
     if len(given) < len(trainer.checkpoint_callbacks) or not given:
         root = Path(_folder_of_runs(trainer))
         for folder in (run / "checkpoints" for run in _run_folders(trainer)):
@@ -169,7 +164,7 @@ def _places(trainer: Any) -> tuple[list[Path], str]:
             if candidates(folder):
                 folders.append(folder)
                 break
-        searched.append(short(root))
+        searched.append(relative_to_cwd(root))
     return list(dict.fromkeys(folders)), " or ".join(dict.fromkeys(searched))
 
 
@@ -194,32 +189,13 @@ def _run_folders(trainer: Any) -> list[Path]:
 
 def _check(path: str, trainer: Any, resumes: bool) -> None:
     """Refuse a checkpoint that cannot be opened."""
-    if path in ("last", "hpc") or path.startswith("registry"):
+    if path in ("last", "best", "hpc") or path.startswith("registry"):
         return
     if not path:
         raise UsageError("ckpt_path='': give a checkpoint's file or folder, or last, or leave the option out")
-    if path == "best":
-        raise UsageError(
-            "ckpt_path=best: only the process that trained knows its best checkpoint: give that file, which lies in "
-            "ModelCheckpoint's dirpath"
-        )
-    if is_remote(path):
-        _check_address(path)
     ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
     if ours and not _is_of_deepspeed(trainer) and not is_remote(path):
         check_names_weights(check_checkpoint(path, resumes))
-
-
-def _check_address(address: str) -> None:
-    remedy = "download the checkpoint and give its path"
-    try:
-        system, place = fsspec.core.url_to_fs(address)
-        there = system.exists(place)
-    except Exception as error:  # each file system fails in its own way: no library for it, no network, no rights
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UsageError(f"ckpt_path={address}: cannot be opened ({reason}); {remedy}") from error
-    if not there:
-        raise UsageError(f"ckpt_path={address}: nothing is there, or it cannot be reached; check it, or {remedy}")
 
 
 # ---- one choice on all ranks
@@ -256,9 +232,17 @@ class SameCheckpoint(pl.Callback):
         """Compare the file with the one that was chosen, now that it is loaded."""
         if identity(self.path) != self.before:
             raise UsageError(
-                f"ckpt_path={short(self.path)}: it was replaced while this run started, so another run writes to the "
-                "same folder: end one of them"
+                f"ckpt_path={relative_to_cwd(self.path)}: it was replaced while this run started, so another run "
+                "writes to the same folder: end one of them"
             )
+
+
+class EvaluatedStep(pl.Callback):
+    """Log what `validate`, `test` and `predict` log at the step of their checkpoint; Lightning logs it at step 0."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Take the step over."""
+        take_loops_step(trainer, checkpoint)
 
 
 def choose_once(command: str, options: Mapping[str, Any], trainer: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import named_devices
-from lightning_tricks._trainer import is_a, opens_on_any_number, planned_data_ranks
+from lightning_tricks._trainer import opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 
 _SCALED = (  # in micro-batches of one process, so that fewer processes need more of them
@@ -111,7 +111,12 @@ def make_elastic(options: Mapping[str, Any], module: Any, data: Any, environment
     """
     trainer = options["trainer"]
     _check_resume(options)
-    _check_rows(trainer, module, data)
+    if not hasattr(data, "rows_of_steps"):
+        whose = type(module if data is None else data).__name__
+        raise UsageError(
+            f"elastic: the rows that {whose} gives to a step depend on the number of processes: take TokenData or "
+            "TextData"
+        )
     strategy, hosts_of_recipe = trainer.get("strategy") or "auto", trainer.get("num_nodes") or 1
     if (per_host := named_devices(trainer)) is None:
         raise UsageError(
@@ -147,7 +152,8 @@ def make_elastic(options: Mapping[str, Any], module: Any, data: Any, environment
         )
     changes = scaled(trainer, full_ranks, ranks_of(now))
     shown = [f"{name} {trainer.get(name) or 1} -> {value}" for name, value in changes.items()]
-    for callback in _callbacks(trainer):
+    given = trainer.get("callbacks") or []
+    for callback in given if isinstance(given, list) else [given]:
         if isinstance(callback, BatchSizeWarmup) and callback.double_every and callback.start is None:
             callback.start = full_ranks  # its default would be one micro-batch on each process of this start
     if (hosts, local) != (hosts_of_recipe, per_host):
@@ -167,42 +173,6 @@ def _check_resume(options: Mapping[str, Any]) -> None:
         f"elastic: {value}: torchrun repeats the command at each change of the hosts, and the run would begin there "
         "again: give --resume auto"
     )
-
-
-def _check_rows(trainer: Any, module: Any, data: Any) -> None:
-    """Refuse a run whose rows, or whose steps, depend on the number of processes."""
-    if not hasattr(data, "rows_of_steps"):
-        whose = type(module if data is None else data).__name__
-        raise UsageError(
-            f"elastic: the rows that {whose} gives to a step depend on the number of processes: take TokenData or "
-            "TextData"
-        )
-    if not getattr(module, "automatic_optimization", True):
-        raise UsageError(
-            f"elastic: {type(module).__name__} optimizes manually, so the Trainer accumulates no gradients: leave "
-            "elastic out"
-        )
-    if trainer.get("overfit_batches"):
-        raise UsageError(
-            f"elastic: trainer.overfit_batches={trainer['overfit_batches']} takes the same batches of each process: "
-            "leave one of the two out"
-        )
-    for callback in _callbacks(trainer):
-        if is_a(callback, "GradientAccumulationScheduler"):
-            raise UsageError(
-                "elastic: GradientAccumulationScheduler sets accumulate_grad_batches itself: take BatchSizeWarmup"
-            )
-    epochs, every = trainer.get("max_epochs"), trainer.get("check_val_every_n_epoch", 1)
-    if every is None and epochs is not None and epochs > 1:
-        raise UsageError(
-            f"elastic: trainer.check_val_every_n_epoch=null with max_epochs={epochs} counts batches over all epochs, "
-            "those of other numbers of processes too: give max_steps, or check_val_every_n_epoch"
-        )
-
-
-def _callbacks(trainer: Any) -> list[Any]:
-    given = trainer.get("callbacks") or []
-    return given if isinstance(given, list) else [given]
 
 
 def _listed(counts: list[int]) -> str:

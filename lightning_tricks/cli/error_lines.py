@@ -43,8 +43,6 @@ _TYPES = {
 # jsonargparse's sentence, and ours. In ours stand the groups of the pattern and `key`, the place in the recipe; `at`,
 # the same before a colon; `owner`, the class whose option it is; `near`, the nearest known name for `option`.
 _LINES = [
-    (r"Not a valid subclass of (?P<base>\w+)\. Got value: (?P<got>.*)",
-     "{key}={got}: give a class of {base}, with class_path and init_args"),
     (r".*?Option '(?P<option>[^']+)' is not accepted\. Got value: Namespace\(class_path='[\w.]*?(?P<owner>\w+)'",
      "{at}{owner} has no option {option!r}{near}"),
     (r"(?:Option|Key|Group key) '(?P<option>[^']+)' is not (?:accepted|expected)",
@@ -55,8 +53,6 @@ _LINES = [
     (r"[Uu]nrecognized arguments: (?P<given>-*(?P<option>[^\s=]*)\S*)", "no option {given!r}{near}"),
     (r"(?:File does not exist|Path is not a file): '(?P<file>.*)'",
      "--{key} {file}: there is no such file; check the path (the command ls lists recipes)"),
-    (r".*?No module named '(?P<module>heavyball|pytorch_optimizer|schedulefree|torchao)'",
-     "{at}{module} is not installed: pip install 'lightning-tricks[optimizers]'"),
     (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"Parser key \"[^\"]*\":$", "{key}: give a class, with class_path and init_args"),
@@ -216,7 +212,7 @@ def _line(error: Exception) -> str | None:
     if (full := disk_full_line(error)) is not None:
         return full
     if type(error).__module__ == "torch.distributed" and not torch.distributed.is_initialized():
-        return _no_start(said)
+        return f"the processes have not met: {said} (MASTER_PORT is taken, or others were not started)"
     if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):
         return other_weights(said)
     if isinstance(error, ValueError) and said.startswith("`val_check_interval` ("):
@@ -226,20 +222,6 @@ def _line(error: Exception) -> str | None:
 
 def _flat(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()
-
-
-def _no_start(said: str) -> str:
-    """The line for a failure of torch.distributed before all processes had met."""
-    if "EADDRINUSE" in said:
-        port = re.search(r"port: (\d+)", said)
-        return (
-            f"MASTER_PORT{f'={port[1]}' if port else ''}: another program listens on this port: set the environment "
-            "variable MASTER_PORT to a free one, or unset it"
-        )
-    return (
-        f"this process has waited in vain for the others to start ({said}): start all of them with the same "
-        "command, or set trainer.strategy.init_args.timeout_seconds higher"
-    )
 
 
 def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:

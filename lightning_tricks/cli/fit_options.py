@@ -6,7 +6,7 @@ The options of `fit` say where a run starts, and how long it is. Other commands 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 
@@ -15,12 +15,11 @@ from lightning_tricks._host.machine import named_devices
 from lightning_tricks.callbacks import InitFrom, TotalTokens
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
-_LARGEST_NUMBER = 2**63 - 1  # torch's
 
 # Type, default and help of each.
 FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "resume": (
-        bool | str | None,
+        Literal["auto", "none"] | None,
         "none",
         "fit: auto goes on from the newest checkpoint of the recipe that is whole, or starts where there is none; none "
         "starts a new run. --ckpt_path wins over it.",
@@ -48,18 +47,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse values among a command's parsed options that Lightning accepts and fails on later.
 
     Raises:
-        UsageError: a seed that no generator takes; another word for `resume`; an interval of 0; devices that are no
-            number; a whole number of more than 64 bits, in any part.
+        UsageError: a seed that no generator takes; an interval of 0; devices that are no number.
     """
-    _check_size(options, "")
     seed = options.get("seed_everything")
     if not isinstance(seed, bool | None) and not 0 <= seed <= _LARGEST_SEED:
         raise UsageError(f"seed_everything={seed}: give a whole number from 0 to {_LARGEST_SEED}")
-    if options.get("resume") not in (None, "auto", "none"):
-        raise UsageError(
-            f"resume={options['resume']}: give auto (go on from the newest checkpoint, start where there is none) or "
-            "none; to go on from a certain one, give --ckpt_path FILE, or --ckpt_path last"
-        )
     trainer = options.get("trainer", {})
     if not isinstance(trainer, Mapping | Namespace):
         raise UsageError(
@@ -71,34 +63,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         ("val_check_interval", "a number above 0, or limit_val_batches: 0 for no validation"),
         ("check_val_every_n_epoch", "1 or more, or null to count batches only"),
         ("limit_train_batches", "a number above 0; to evaluate without training there is the command validate"),
+        ("num_nodes", "the number of hosts"),
     ):
         value = trainer.get(option)
         if isinstance(value, int | float) and (math.isnan(value) or value <= 0):
             raise UsageError(f"trainer.{option}={value}: give {remedy}")
-    for option, least, remedy in (
-        ("log_every_n_steps", 0, "the steps of an interval, or 0 for no log"),
-        ("num_sanity_val_steps", -1, "a number of batches, 0 for no validation before training, or -1 for a whole one"),
-        ("min_steps", 0, "the least steps of the run, or null"),
-        ("num_nodes", 1, "the number of hosts"),
-        ("min_epochs", 0, "the least passes over the data, or null"),
-    ):
-        if (value := trainer.get(option)) is not None and value < least:
-            raise UsageError(f"trainer.{option}={value}: give {remedy}")
     named_devices(trainer)
     if isinstance(clip := trainer.get("gradient_clip_val"), int | float) and not clip >= 0:
         raise UsageError(f"trainer.gradient_clip_val={clip}: give a number above 0, or null for no clipping")
-
-
-def _check_size(value: Any, option: str) -> None:
-    """Refuse a whole number that no tensor can hold, which would end in an OverflowError somewhere."""
-    if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
-        raise UsageError(f"{option}={value}: give a whole number of at most 64 bits, {_LARGEST_NUMBER:,}")
-    if isinstance(value, Mapping | Namespace):
-        for name, inner in vars(value).items() if isinstance(value, Namespace) else value.items():
-            _check_size(inner, f"{option}.{name}".lstrip(".").replace(".init_args.", "."))
-    elif isinstance(value, list):
-        for inner in value:
-            _check_size(inner, option)
 
 
 def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:

@@ -10,7 +10,7 @@ from lightning_tricks._trainer import folder_of_run
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
-from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, short
+from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, relative_to_cwd
 from lightning_tricks.cli.run_folder import SaveRecipe
 from lightning_tricks.monitors.tensorboard_dashboard import PAGE
 
@@ -25,7 +25,7 @@ def program() -> str:
         return f"python -m {spec.name.removesuffix('.__main__')}"
     script = sys.argv[0] if sys.argv else ""
     if script.endswith(".py"):
-        return f"python {short(script)}"
+        return f"python {relative_to_cwd(script)}"
     return os.path.basename(script) or "python -m lightning_tricks"
 
 
@@ -54,14 +54,11 @@ def _not_saved(trainer: Any, newest: Candidate | None) -> str | None:
     """The line for a run whose last step is not in the newest checkpoint, as far as is known."""
     if newest is None:
         return "No checkpoint was saved: there is nothing to evaluate or to go on from"
-    taken = f"the lines below take {printable(short(newest.shown_path))}"
     if newest.record is not None and newest.record.step < trainer.global_step:
-        after = f"step {newest.record.step}, and the run ended at step {trainer.global_step}"
-        return f"No checkpoint was saved after {after}: {taken}"
-    named = [getattr(saver, name, "") for saver in trainer.checkpoint_callbacks
-             for name in ("last_model_path", "best_model_path")]  # fmt: skip
-    if newest.record is None and not any(named):
-        return f"No checkpoint was saved by this run: {taken}, which was there before"
+        return (
+            f"No checkpoint was saved after step {newest.record.step}, and the run ended at step "
+            f"{trainer.global_step}: the lines below take {printable(relative_to_cwd(newest.shown_path))}"
+        )
     return None
 
 
@@ -71,13 +68,13 @@ def _options_of_run(trainer: Any, options: Sequence[str], *dropped: str) -> list
         return _without(options, *dropped)
     written = (callback.path for callback in trainer.callbacks if isinstance(callback, SaveRecipe))
     saved = next(written, None)  # None where a process started by this one has written it
-    return ["--config", short(saved)] if saved and os.path.isfile(saved) else _without(options, *dropped)
+    return ["--config", relative_to_cwd(saved)] if saved and os.path.isfile(saved) else _without(options, *dropped)
 
 
 def go_on(trainer: Any, options: Sequence[str], checkpoint: str) -> str:
     """The line to print after a `fit` with these options that was stopped: how to go on to its end."""
     same = _options_of_run(trainer, options, *_START)
-    return f"Go on:       {program()} {shell_line(['fit', *same, '--ckpt_path', short(checkpoint)])}"
+    return f"Go on:       {program()} {shell_line(['fit', *same, '--ckpt_path', relative_to_cwd(checkpoint)])}"
 
 
 def _twice_as_long(trainer: Any, newest: Candidate) -> tuple[str, str]:
@@ -101,14 +98,14 @@ def next_steps(trainer: Any, options: Sequence[str]) -> list[str]:
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
             page = os.path.join(folder_of_run(trainer), PAGE)
-            address = shell_word(short(page)) if os.path.isfile(page) else "http://localhost:6006"
-            folder = shell_word(short(logger.root_dir))
+            address = shell_word(relative_to_cwd(page)) if os.path.isfile(page) else "http://localhost:6006"
+            folder = shell_word(relative_to_cwd(logger.root_dir))
             found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")
     newest = _newest_of_run(trainer)
     if not_saved := _not_saved(trainer, newest):
         found.append(not_saved)
     if newest:
-        checkpoint = short(newest.shown_path)
+        checkpoint = relative_to_cwd(newest.shown_path)
         more = line("fit", "--ckpt_path", checkpoint, *_twice_as_long(trainer, newest))
         found += [f"Evaluate:    {line('validate', '--ckpt_path', checkpoint)}", f"Go on:       {more}"]
     return found

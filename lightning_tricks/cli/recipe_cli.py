@@ -24,11 +24,9 @@ from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
-from lightning_tricks.cli.choose_checkpoint import choose_checkpoint, choose_once, clear_choice
-from lightning_tricks.cli.class_names import change_lines, known_names_first, watch_class_changes
+from lightning_tricks.cli.choose_checkpoint import EvaluatedStep, choose_checkpoint, choose_once, clear_choice
 from lightning_tricks.cli.elastic import make_elastic
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
-from lightning_tricks.cli.evaluated_step import EvaluatedStep
 from lightning_tricks.cli.fit_options import (
     FIT_OPTIONS,
     check_fit_options,
@@ -37,18 +35,17 @@ from lightning_tricks.cli.fit_options import (
     option_callbacks,
     settings_of_fit,
 )
-from lightning_tricks.cli.kept_settings import KeptSettings
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
-    check_values,
-    class_list,
     join_negative_numbers,
+    known_names_first,
     lightning_cli,
+    watch_class_changes,
 )
 from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
@@ -179,10 +176,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_object(args)
             else:
                 given = join_negative_numbers(sys.argv[1:] if args is None else args)
-                if (classes := class_list(given)) is not None:
-                    print(classes)
-                    sys.exit(0)
-                check_values(given)
                 self.config = parser.parse_args(given)
         command = self.config.get("subcommand")
         config = self.config.get(command or "", self.config)
@@ -191,7 +184,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         expand_save_dirs(config.get("trainer") or {})
         if line := choose_length(config, given):
             rank_zero_info(line)
-        for line in change_lines(changes, config.as_dict()):
+        for line in changes:
             rank_zero_info(line)
         if self._change is not None:
             self._change.change(config)
@@ -304,11 +297,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
             return  # a command of ours makes no run
         # 1. The checkpoint from which it starts.
         checkpoint = options["ckpt_path"] = choose_once(command, options, trainer)
-        # 2. Callbacks for options of `fit`, and one that names settings which come from the checkpoint.
+        # 2. Callbacks for options of `fit`.
         if command == "fit":
             trainer.callbacks[:0] = option_callbacks(options, self.model)
-            if checkpoint and not isinstance(self.model, OptimizerMixin):
-                trainer.callbacks.insert(0, KeptSettings())
         # 3. The text of `validate --text`, all of it, whatever the recipe says of its own data.
         if command == "validate" and options["text"] is not None:
             self.datamodule = _text_to_score(options["text"], checkpoint, self.datamodule)
@@ -364,7 +355,7 @@ def _text_to_score(files: str, checkpoint: str | None, data: Any) -> TextData:
     """The data of `validate --text`, in rows as the recipe's data have them."""
     if checkpoint is None:
         raise UsageError(f"text={files!r}: needs --ckpt_path, a checkpoint whose tokenizer encodes the text")
-    if not isinstance(data, ShardData):
+    if not isinstance(data, TokenDataModule):
         raise UsageError(f"text={files!r}: the recipe's data must be TextData or TokenData, which say the rows")
     names = ("seq_len", "micro_batch_size", "num_workers", "document_ids", "text_field", "cache_dir")
     return TextData.held_out(files, checkpoint, **{name: getattr(data, name) for name in names if hasattr(data, name)})

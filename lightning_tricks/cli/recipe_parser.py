@@ -3,26 +3,32 @@
 Mistakes that YAML itself allows are refused in the text. A key that stands twice: YAML keeps the last and silently
 drops the first. Settings beside `class_path` in place of under its `init_args`: jsonargparse takes the mapping for
 something else.
+
+Several packages have an AdamW, an SGD and a Muon; jsonargparse refuses a name that several have. Here it is the class
+of the first package in PACKAGE_ORDER.
 """
 
 import argparse
 import importlib
 import inspect
+import pkgutil
 import re
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jsonargparse
+import jsonargparse._typehints as typehints
 import torch
 import yaml
+from jsonargparse import Namespace
 
 # Imported for their class names, which a recipe then writes without the module's path.
 from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.import_path import name_modules
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.cli.class_names import FIRST
 from lightning_tricks.cli.error_lines import one_line, parse_message
 from lightning_tricks.mixins._plain_settings import subclasses
 from lightning_tricks.models import DecoderConfig
@@ -33,24 +39,18 @@ if TYPE_CHECKING:
 else:
     lightning_cli = importlib.import_module(f"{pl.__name__}.cli")
 
+ALIASES = {"WSD": "WarmupStableDecay"}
+PACKAGE_ORDER = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")  # of classes with one name
 PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
 _BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}
-_TOO_DEEP = "brackets or lists lie too deep in each other, or an anchor holds itself"
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IGNORECASE)
 
 
-# Options that take a class, and its base.
-_BASES: dict[str, type] = {
-    "model": pl.LightningModule,
-    "data": pl.LightningDataModule,
-    "model.optimizer": torch.optim.Optimizer,
-    "model.schedule": Schedule,
-    "model.decoder": DecoderConfig,
-    "trainer.callbacks": pl.Callback,
-    "trainer.logger": pl.loggers.Logger,
-    "trainer.strategy": pl.strategies.Strategy,
-    "trainer.plugins": pl.plugins.Precision,
-}
+# The bases of the classes that a recipe may name shortly.
+_BASES: tuple[type, ...] = (
+    pl.LightningModule, pl.LightningDataModule, torch.optim.Optimizer, Schedule, DecoderConfig, pl.Callback,
+    pl.loggers.Logger, pl.strategies.Strategy, pl.plugins.Precision,
+)  # fmt: skip
 
 
 class RecipeParser(lightning_cli.LightningArgumentParser):
@@ -134,36 +134,10 @@ def join_negative_numbers(args: Sequence[str]) -> list[str]:
     return joined
 
 
-def class_list(args: Sequence[str]) -> str | None:
-    """The classes that an option takes, where `--OPTION.help` names none; None without such an option."""
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
-        option = arg.removeprefix("--").removesuffix(".help")
-        if arg == f"--{option}.help" and option in _BASES and following.startswith("-"):
-            found = {cls.__name__: cls for cls in subclasses(_BASES[option]) if _can_be_named(cls)}
-            width = max(map(len, found))
-            lines = [f"  {name:{width}}  {_title(found[name])}".rstrip() for name in sorted(found, key=str.lower)]
-            return "\n".join([f"{option} takes one of these classes, or one of your own as my_module.MyClass:", *lines,
-                              f"{arg} CLASS lists the options of one."])  # fmt: skip
-    return None
-
-
-def _can_be_named(cls: type) -> bool:
-    known = cls.__module__.partition(".")[0] in FIRST and ".demos." not in cls.__module__
-    public = getattr(importlib.import_module("lightning_tricks"), cls.__name__, None) is cls
-    ours = cls.__module__.startswith("lightning_tricks.")
-    return known and not cls.__name__.startswith("_") and not inspect.isabstract(cls) and (public or not ours)
-
-
-def _title(cls: type) -> str:
-    """The first sentence of a class's docstring, on one line."""
-    text = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
-    return textwrap.shorten(re.split(r"(?<=\.) ", text)[0], 90, placeholder=" ...")
-
-
 def nameable_classes() -> dict[str, list[str]]:
     """Every class that a recipe may name shortly, with its parameters' names."""
-    found = [cls for base in _BASES.values() for cls in subclasses(base)]
-    known = {package: number for number, package in enumerate(reversed(FIRST), 1)}
+    found = [cls for base in _BASES for cls in subclasses(base)]
+    known = {package: number for number, package in enumerate(reversed(PACKAGE_ORDER), 1)}
     found.sort(key=lambda cls: known.get(cls.__module__.partition(".")[0], 0))  # of two with one name the last counts
     return {cls.__name__: _parameters(cls) for cls in found}
 
@@ -179,6 +153,77 @@ def _parameters(cls: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return [name for name in names if name != "params"]  # of an optimizer, which no recipe sets
+
+
+@contextmanager
+def known_names_first() -> Iterator[None]:
+    """Inside the `with`, a short name that several classes have is that of the first of these packages; see ALIASES."""
+    original = typehints.resolve_class_path_by_name
+
+    def resolve(cls: Any, name: str) -> str:
+        name = ALIASES.get(name, name)
+        try:
+            return original(cls, name)
+        except ValueError:
+            paths = [path for path in typehints.get_all_subclass_paths(cls) if path.rpartition(".")[2] == name]
+            for package in PACKAGE_ORDER:
+                own = [path for path in paths if path.partition(".")[0] == package]
+                if len(own) == 1:
+                    return own[0]
+            raise
+
+    with replaced(typehints, "resolve_class_path_by_name", resolve):
+        yield
+
+
+@contextmanager
+def watch_class_changes() -> Iterator[list[str]]:
+    """Inside the `with`, classes choose the settings that they take over. Gives a list of lines, one a change.
+
+    With `--model.decoder GPT2`, jsonargparse alone keeps each setting of the old class whose name the new class has
+    too, and says nothing.
+    """
+    original = typehints.discard_init_args_on_class_path_change
+    lines: list[str] = []
+
+    def discard(parser: Any, previous: Any, value: Any) -> None:
+        before = _settings(previous)
+        if not before or previous["class_path"] == value["class_path"]:
+            original(parser, previous, value)
+            return
+        wanted = _taken_over(value["class_path"])
+        for name in before:
+            if wanted is not None and name not in wanted:
+                previous["init_args"].pop(name)
+        original(parser, previous, value)
+        after = _settings(previous)
+        new, old = (spec["class_path"].rpartition(".")[2] for spec in (value, previous))
+        stay = ", ".join(f"{name}={given}" for name, given in before.items() if name in after)
+        dropped = ", ".join(f"{name}={given}" for name, given in before.items() if name not in after)
+        line = (
+            f"{new} in place of {old}"
+            + (f"; {stay} stay" if stay else "")
+            + (f"; dropped: {dropped}" if dropped else "")
+        )
+        if wanted != () and line not in lines:  # jsonargparse asks several times
+            lines.append(line)
+
+    with replaced(typehints, "discard_init_args_on_class_path_change", discard):
+        yield lines
+
+
+def _settings(spec: Any) -> dict[str, Any]:
+    """The `init_args` of a class in a configuration; empty without any."""
+    init_args = spec["init_args"] if spec and "init_args" in spec else None
+    return dict(vars(init_args) if isinstance(init_args, Namespace) else init_args or {})
+
+
+def _taken_over(class_path: str) -> tuple[str, ...] | None:
+    """Names of the settings that the class takes over from another one; None for jsonargparse's rule."""
+    cls = pkgutil.resolve_name(class_path)
+    if isinstance(cls, type) and issubclass(cls, pl.Callback):
+        return ()  # callbacks stand in a list: the old one only had the same index
+    return getattr(cls, "taken_over", None)
 
 
 class RecipeTextError(yaml.YAMLError):
@@ -199,35 +244,12 @@ def load_text(text: str, path: str = "") -> Any:
         value = jsonargparse.get_loader("yaml")(text)
     except RecipeTextError:
         raise
-    except RecursionError as error:
-        raise RecipeTextError(f"{where}{_TOO_DEEP}") from error
     except yaml.YAMLError as error:
         said = " ".join(str(error).replace('in "<unicode string>",', " ").split())
         raise RecipeTextError(f"{where}no valid YAML: {said}") from error
     if path and not isinstance(value, dict):
         raise RecipeTextError(f"{where}no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`")
     return value
-
-
-def check_values(args: Iterable[str]) -> None:
-    """Refuse the same mistakes in lists and mappings on the command line, where jsonargparse would try other readings.
-
-    Raises:
-        UsageError: a key stands twice in one mapping; a setting stands beside `class_path`.
-    """
-    option = ""
-    for arg in args:
-        if arg.startswith("--"):
-            option, _, arg = arg.partition("=")
-        if arg.startswith(("[", "{", "&")):
-            try:
-                _check_text(arg, f"{option}, ")
-            except RecipeTextError as error:
-                raise UsageError(str(error)) from None
-            except RecursionError:
-                raise UsageError(f"{option}, {_TOO_DEEP}") from None
-            except yaml.YAMLError:
-                pass  # jsonargparse reports these
 
 
 def _check_text(text: str, where: str) -> None:

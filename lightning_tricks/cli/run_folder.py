@@ -22,7 +22,7 @@ from lightning_tricks._trainer import (
 )
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
 from lightning_tricks.checkpoints.inside import check_links
-from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, short
+from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
 from lightning_tricks.cli.recipe_parser import lightning_cli
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.mixins.optimizer_mixin import say_if_never_validated
@@ -100,13 +100,12 @@ class RunFolder(pl.Callback):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
-        except FileExistsError:
+        except OSError as error:
             if folder.is_dir():
                 return False
-            raise UsageError(f"{short(folder)}: a file stands where the run's folder should be: remove it") from None
-        except OSError as error:
             raise UsageError(
-                f"{short(folder)}: the run's folder cannot be made ({error.strerror}): give the logger another save_dir"
+                f"{relative_to_cwd(folder)}: the run's folder cannot be made ({error.strerror}): give the logger "
+                "another save_dir"
             ) from error
         self._made.append(folder)
         return True
@@ -119,7 +118,7 @@ class RunFolder(pl.Callback):
     def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         """Training has begun; only now is the step of a resumed run known."""
         if not self._started and trainer.ckpt_path:
-            rank_zero_info(f"Going on from step {logging_step(trainer)} of {short(trainer.ckpt_path)}")
+            rank_zero_info(f"Going on from step {logging_step(trainer)} of {relative_to_cwd(trainer.ckpt_path)}")
         self._started = True
 
 
@@ -146,22 +145,18 @@ class SaveRecipe(lightning_cli.SaveConfigCallback):
         """Write the file; Lightning calls it on rank 0."""
         folder, fs = folder_of_run(trainer), fsspec.core.url_to_fs(folder_of_run(trainer))[0]
         text = self.parser.dump(self.config, skip_none=False)
-        stem, suffix = os.path.splitext(os.path.join(folder, self.config_filename))
+        path = os.path.join(folder, self.config_filename)
+        stem, suffix = os.path.splitext(path)
 
         def is_there(name: str) -> bool:  # also as a link that leads to nothing yet, and would be written through
             return os.path.islink(name) or bool(fs.exists(name))
 
-        path, numbered = stem + suffix, (f"{stem}-v{number}{suffix}" for number in itertools.count(1))
         if trainer.state.fn != "fit":
             if is_there(path) and os.path.basename(folder) != trainer.state.fn:
                 return
         elif not _goes_on(trainer, folder) or os.path.islink(path) or fs.exists(f"{stem}-v1{suffix}"):
-            free = (
-                each
-                for each in itertools.chain([path], numbered)
-                if not is_there(each) or (not os.path.islink(each) and fs.cat(each) == text.encode())
-            )
-            path = next(free)
+            numbered = (f"{stem}-v{number}{suffix}" for number in itertools.count(1))
+            path = next(each for each in itertools.chain([path], numbered) if not is_there(each))
         fs.makedirs(folder, exist_ok=True)
         with fs.open(path, "w", encoding="utf-8") as file:
             file.write(text)

@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_file
+from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.record import KEY
-from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.data.saved_tokenizer import find_record
+from lightning_tricks.data.tokenizer import find_record
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 
 # what belongs to one run and is not that of an average

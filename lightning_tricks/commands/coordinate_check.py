@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import named_submodules, repeated_blocks
 from lightning_tricks._host.writable import check_file
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.optim import param_roles, schedule_free_parts
 from lightning_tricks.optim.mup import at_width
@@ -321,7 +321,7 @@ def _trial(module: LanguageModel, config: Any, seed: int, device: torch.device) 
 
 def _batches(data: Any, steps: int) -> list[dict[str, Tensor]]:
     """The first rows of the recipe's training data, cut to a length that is enough."""
-    if not isinstance(data, ShardData):
+    if not isinstance(data, TokenDataModule):
         kind = "none" if data is None else type(data).__name__
         raise UsageError(f"coordinate-check: data={kind}: give the recipe TextData or TokenData")
     data.prepare_data()

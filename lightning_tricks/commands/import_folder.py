@@ -22,7 +22,7 @@ from lightning_tricks.checkpoints.hf_folder import (
 )
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.data.bpe import end_of_text, load_tokenizer, vocabulary_size
+from lightning_tricks.data.tokenizer import end_of_text, load_tokenizer, vocabulary_size
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, hf_family
 from lightning_tricks.models.hf_adapter import hf_weights
 

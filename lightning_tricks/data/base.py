@@ -1,9 +1,9 @@
 """The base class of TextData and TokenData: Lightning's loaders over a training and a validation stream of tokens.
 
-Batches are addressed by position: `positions.py` says which positions come next, `batches.py` what a batch holds. The
+Batches are addressed by position: `cursor.py` says which rows come next, `batches.py` what a batch holds. The
 loaders are plain iterables around torch's DataLoader and no DataLoaders, so that Lightning adds no sampler of its own:
-our positions already depend on the rank. They refuse a token id that the vocabulary lacks: on a GPU it would end in a
-device-side assert without a reason; here the error names the shard, the position and the id.
+our rows already depend on the rank. They refuse a token id that the vocabulary lacks: on a GPU it would end in a
+device-side assert without a reason; here the error names the shard, the token in it and the id.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -18,22 +18,26 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import host_bytes, most_processes
 from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
-from lightning_tricks.data.bpe import changes_text, token_texts, vocabulary_size
+from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
 from lightning_tricks.data.order import SkippedSamples, WindowOrder
-from lightning_tricks.data.positions import ENDLESS, BatchHistory, DataPosition, Positions, micro_batch_positions
-from lightning_tricks.data.saved_tokenizer import check_same, find_record, tokenizer_record
 from lightning_tricks.data.shards import TokenStream
+from lightning_tricks.data.tokenizer import (
+    changes_text,
+    check_same,
+    find_record,
+    token_texts,
+    tokenizer_record,
+    vocabulary_size,
+)
 
 Batches = TrainBatches | ValidationBatches
-SAMPLED_BLOCKS, SAMPLED_TOKENS = 64, 4096  # of a stream, for a look
 SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
 
 
-class IdGuard:
+class TokenIdCheck:
     """Compares token ids with the smallest vocabulary that it was given."""
 
     def __init__(self) -> None:
@@ -41,15 +45,15 @@ class IdGuard:
         self.whose = ""
 
     def scan(self, streams: dict[str, TokenStream], vocab_size: int, whose: str) -> None:
-        """Check the streams now and every batch from now on; see `ShardData.check_ids`."""
+        """Check the streams now and every batch from now on; see `TokenDataModule.check_ids`."""
         for split, stream in streams.items():
             limit = SCANNED_TOKENS if split == "train" else len(stream)
-            if (position := stream.first_at_least(vocab_size, limit)) is not None:
-                raise _wrong_id(stream, position, vocab_size, whose)
+            if (offset := stream.first_at_least(vocab_size, limit)) is not None:
+                raise _wrong_id(stream, offset, vocab_size, whose)
         if self.bound is None or vocab_size < self.bound:
             self.bound, self.whose = vocab_size, whose
 
-    def check(self, batches: Batches, position: int, batch: Batch) -> None:
+    def check(self, batches: Batches, key: int, batch: Batch) -> None:
         """Refuse a batch with an id that is too large: two maxima on the CPU, which take microseconds."""
         if self.bound is None:
             return
@@ -57,40 +61,28 @@ class IdGuard:
         if max(int(batch["labels"].numpy().max()), int(batch["input_ids"].numpy()[:, 0].max())) < self.bound:
             return
         length = batch["input_ids"].shape[1] + 1
-        for start in batches.starts(position).tolist():
+        for start in batches.starts(key).tolist():
             (wrong,) = np.nonzero(batches.stream.read(start, length) >= self.bound)
             if len(wrong):
                 raise _wrong_id(batches.stream, start + int(wrong[0]), self.bound, self.whose)
 
 
-def check_sample(stream: TokenStream, vocab_size: int, whose: str) -> None:
-    """Refuse an id that a vocabulary lacks among blocks at equal distances; a whole scan comes with the run.
-
-    Raises:
-        UsageError: names the shard, the position and the id.
-    """
-    for start in np.linspace(0, max(len(stream) - SAMPLED_TOKENS, 0), SAMPLED_BLOCKS).astype(int).tolist():
-        (wrong,) = np.nonzero(stream.read(start, SAMPLED_TOKENS) >= vocab_size)
-        if len(wrong):
-            raise _wrong_id(stream, start + int(wrong[0]), vocab_size, whose)
-
-
-def _wrong_id(stream: TokenStream, position: int, vocab_size: int, whose: str) -> UsageError:
+def _wrong_id(stream: TokenStream, offset: int, vocab_size: int, whose: str) -> UsageError:
     return UsageError(
-        f"{stream.describe(position)}: id {stream.read(position, 1)[0]} does not fit {whose}, which has {vocab_size} "
+        f"{stream.describe(offset)}: id {stream.read(offset, 1)[0]} does not fit {whose}, which has {vocab_size} "
         "tokens; raise vocab_size or use the tokenizer that wrote the shard"
     )
 
 
 class Loader:
-    """Yields `batches[p]` for each position p in order, fetched ahead by workers and pinned for a CUDA device.
+    """Yields `batches[key]` for each key in order, fetched ahead by workers and pinned for a CUDA device.
 
     Args:
-        batches: the dataset.
-        positions: called at each `iter`, returns the positions to serve from now on. Their end may change meanwhile:
+        batches: the dataset. The key of a training batch is its first row, that of a validation batch its number.
+        keys: called at each `iter`, returns the keys to serve from now on. Their end may change meanwhile:
             they are asked again before each batch.
         num_workers: processes that fetch; 0 fetches in this one. The batches and their order are the same.
-        guard: refuses a batch before it is yielded.
+        id_check: refuses a batch before it is yielded.
         trainer: whose device gets the batches. None: they are pinned if there is CUDA.
     """
 
@@ -99,25 +91,25 @@ class Loader:
     def __init__(
         self,
         batches: Batches,
-        positions: Callable[[], Iterable[int]],
+        keys: Callable[[], Iterable[int]],
         num_workers: int,
-        guard: IdGuard,
+        id_check: TokenIdCheck,
         trainer: Any = None,
     ) -> None:
-        self.batches, self.positions, self.num_workers, self.guard = batches, positions, num_workers, guard
+        self.batches, self.keys, self.num_workers, self.id_check = batches, keys, num_workers, id_check
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._load(self.positions())
+        return self._load(self.keys())
 
-    def _load(self, positions: Iterable[int]) -> Iterator[Batch]:
+    def _load(self, keys: Iterable[int]) -> Iterator[Batch]:
         if self.num_workers:
-            yield from self._from_workers(positions)
+            yield from self._from_workers(keys)
             return
         pin = self._pins()
-        for position in positions:
-            batch = self.batches[position]
-            self.guard.check(self.batches, position, batch)
+        for key in keys:
+            batch = self.batches[key]
+            self.id_check.check(self.batches, key, batch)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
 
     def _pins(self) -> bool:
@@ -125,20 +117,20 @@ class Loader:
         on_cuda = self.trainer is None or self.trainer.strategy.root_device.type == "cuda"
         return on_cuda and torch.cuda.is_available()
 
-    def _from_workers(self, positions: Iterable[int]) -> Iterator[Batch]:
+    def _from_workers(self, keys: Iterable[int]) -> Iterator[Batch]:
         loader = DataLoader(
             self.batches,
             batch_size=None,
             # to no end: a DataLoader stops once its workers have fetched all up to the end that they knew
-            sampler=positions.without_end() if isinstance(positions, Positions) else positions,
+            sampler=keys.without_end() if isinstance(keys, FirstRows) else keys,
             num_workers=self.num_workers,
             pin_memory=self._pins(),
             # its own generator: drawing the workers' seed must not move the run's random numbers
             generator=torch.Generator().manual_seed(0),
         )
         # not strict: workers fetch batches beyond the end, which nobody takes unless the end moves
-        for position, batch in zip(positions, loader, strict=False):
-            self.guard.check(self.batches, position, batch)
+        for key, batch in zip(keys, loader, strict=False):
+            self.id_check.check(self.batches, key, batch)
             yield batch
 
 
@@ -146,12 +138,12 @@ class SizedLoader(Loader):
     """A loader whose length is the number of its batches; the training loader has none."""
 
     def __len__(self) -> int:
-        positions = self.positions()
-        assert isinstance(positions, Sized)
-        return len(positions)
+        keys = self.keys()
+        assert isinstance(keys, Sized)
+        return len(keys)
 
 
-class ShardData(pl.LightningDataModule):
+class TokenDataModule(pl.LightningDataModule):
     """Training and validation loaders over token streams; a subclass calls `use` in its `setup`.
 
     The arguments are those of the subclasses.
@@ -178,28 +170,14 @@ class ShardData(pl.LightningDataModule):
         self.token_texts: list[bytes] | None = None
         self._byte_corrections: NDArray[np.int64] | None = None
         self._tokenizer_record: dict[str, Any] | None = None
-        self._guard = IdGuard()
+        self._id_check = TokenIdCheck()
         self.skip_samples = skip_samples
         identity = {"seed": seed, "seq_len": seq_len}
-        self._position = DataPosition(micro_batch_size, identity, SkippedSamples(skip_samples))
+        self._cursor = DataCursor(micro_batch_size, identity, SkippedSamples(skip_samples))
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
-
-    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse what this host cannot hold, and in a subclass files and libraries that are not there.
-
-        The command line calls it before any process is started; the arguments are those of a module's `check_run`.
-        """
-        if self.num_workers > (most := most_processes()):
-            raise UsageError(f"data.num_workers={self.num_workers}: give at most {most} on this host")
-        needed = 2 * 8 * self.micro_batch_size * self.seq_len  # ids and labels
-        if needed > host_bytes():
-            raise UsageError(
-                f"data.micro_batch_size={self.micro_batch_size}, data.seq_len={self.seq_len}: one batch of token ids "
-                f"takes {needed / 2**30:,.0f} GiB, and this host has {host_bytes() / 2**30:.0f} GiB: make it smaller"
-            )
 
     def use(
         self,
@@ -225,9 +203,9 @@ class ShardData(pl.LightningDataModule):
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
         self.streams, self.tokenizer = streams, tokenizer
-        self._position.identity["data"] = fingerprint
+        self._cursor.identity["data"] = fingerprint
         if content is not None:
-            self._position.identity["content"] = content
+            self._cursor.identity["content"] = content
         if "train" in streams:
             self._check_length(streams["train"])
         if tokenizer is not None:
@@ -257,28 +235,28 @@ class ShardData(pl.LightningDataModule):
             whose: owner of the vocabulary, for the message.
 
         Raises:
-            UsageError: names the shard, the position and the id of the first one that is too large.
+            UsageError: names the shard, the token in it and the id of the first one that is too large.
         """
-        self._guard.scan(self.streams, vocab_size, whose)
+        self._id_check.scan(self.streams, vocab_size, whose)
 
     def train_dataloader(self) -> Loader:
-        """Micro-batches from the run's position to its last step."""
-        order = self._order(self._position.skipped)
+        """Micro-batches from the run's cursor to its last step."""
+        order = self._order(self._cursor.skipped)
         eot_id = self.eot_id if self.document_ids else None
         batches = TrainBatches(self.streams["train"], order, self.micro_batch_size, eot_id)
         if self.trainer is not None:
-            self._position.begin(self.trainer)
-        positions = partial(self._positions_from_now, order.windows)
-        return Loader(batches, positions, self.num_workers, self._guard, self.trainer)
+            self._cursor.begin(self.trainer)
+        keys = partial(self._first_rows_from_now, order.windows)
+        return Loader(batches, keys, self.num_workers, self._id_check, self.trainer)
 
-    def _positions_from_now(self, windows: int) -> Iterable[int]:
+    def _first_rows_from_now(self, windows: int) -> Iterable[int]:
         if self.trainer is None:
-            return micro_batch_positions(0, ENDLESS, 1, self.micro_batch_size)
-        return self._position.positions(self.trainer, windows)
+            return first_rows(0, ENDLESS, 1, self.micro_batch_size)
+        return self._cursor.first_rows(self.trainer, windows)
 
     def micro_batches_in_pass(self, trainer: pl.Trainer) -> int:
         """Micro-batches of each process in one pass over the training data, an epoch where `max_epochs` counts."""
-        return self._order().windows // self._position.rows_at_once(trainer)
+        return self._order().windows // self._cursor.rows_at_once(trainer)
 
     def training_rows(self) -> TrainBatches:
         """All training rows by their sample position, also those in `skip_samples`; after `setup`."""
@@ -287,9 +265,9 @@ class ShardData(pl.LightningDataModule):
     def _order(self, skipped: SkippedSamples | None = None) -> WindowOrder:
         return WindowOrder(len(self.streams["train"]), self.seq_len, self.seed, skipped)
 
-    def source_files(self, positions: Sequence[int]) -> list[Path | None]:
-        """The text file behind each position of the training stream; None where it is not known, as for bare shards."""
-        return [None] * len(positions)
+    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
+        """The text file behind the tokens at these offsets of the training stream; None where it is not known."""
+        return [None] * len(offsets)
 
     def val_dataloader(self) -> Loader | list[Any]:
         """Batches in which every validation token but the first is a label once; an empty list without validation."""
@@ -308,7 +286,7 @@ class ShardData(pl.LightningDataModule):
             world=world,
             byte_corrections=self._byte_corrections,
         )
-        return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._guard, self.trainer)
+        return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._id_check, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -316,14 +294,14 @@ class ShardData(pl.LightningDataModule):
         """Rows consumed at the last completed optimizer step, the settings that number depends on, the tokenizer."""
         if self.trainer is None:
             return {}
-        return {**self._position.state_dict(self.trainer), "tokenizer": self._tokenizer_record}
+        return {**self._cursor.state_dict(self.trainer), "tokenizer": self._tokenizer_record}
 
     def step_samples(self) -> list[tuple[int, int]] | None:
         """First and last position of each run of samples in the running optimizer step, of all ranks together.
 
         None without a Trainer, and while overfitting.
         """
-        return None if self.trainer is None else self._position.step_samples(self.trainer)
+        return None if self.trainer is None else self._cursor.step_samples(self.trainer)
 
     def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
         """First and last position of each run of samples that an optimizer step took, of all ranks together.
@@ -337,7 +315,7 @@ class ShardData(pl.LightningDataModule):
             UsageError: the checkpoint's run took other data; the step came before these data.
         """
         self.check_tokenizer({"": state})
-        return self._position.samples_of_step(step, state)
+        return self._cursor.samples_of_step(step, state)
 
     def rows_of_steps(self, steps: int, state: dict[str, Any]) -> int | None:
         """Rows that the first `steps` optimizer steps of a run took, all ranks together; None where it is not known.
@@ -356,7 +334,7 @@ class ShardData(pl.LightningDataModule):
         """
         self.check_tokenizer({"": state_dict})
         if self.trainer is None or self.trainer.state.fn == "fit":  # not to validate or to test: a fit may follow
-            self._position.load_state_dict(state_dict)
+            self._cursor.load_state_dict(state_dict)
 
     def check_tokenizer(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that was trained with another tokenizer; one without a tokenizer is accepted.

@@ -20,21 +20,21 @@ Batch = dict[str, Tensor]
 
 
 def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]:
-    """Number of end-of-text tokens before each position of its row: equal within a document.
+    """Number of end-of-text tokens before each token of its row: equal within a document.
 
     Args:
         input_ids: (B, T).
         eot_id: the end-of-text token, which belongs to the document that it ends.
 
     Returns:
-        (B, T) int32, 0 at the first position of each row.
+        (B, T) int32, 0 at the first token of each row.
     """
     ends = input_ids == eot_id
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
 
 
 class TrainBatches(Dataset[Batch]):
-    """Micro-batches by the position of their first row: micro-batch p has rows p..p+micro_batch_size-1 of the order.
+    """Micro-batches by their first row: micro-batch r has rows r..r+micro_batch_size-1 of the order.
 
     Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
     `eot_id`, also `document_ids` (B, T) int32.
@@ -43,29 +43,29 @@ class TrainBatches(Dataset[Batch]):
     def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
         self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
         self._last = self._stride = 0
-        self._ahead: dict[int, NDArray[np.int64]] = {}  # starts of the rows of the next micro-batches, by position
+        self._ahead: dict[int, NDArray[np.int64]] = {}  # starts of the rows of the next micro-batches, by first row
 
-    def starts(self, position: int) -> NDArray[np.int64]:
-        """Positions in the stream at which the rows of the micro-batch at `position` start, (B,).
+    def starts(self, first_row: int) -> NDArray[np.int64]:
+        """Offsets in the stream at which the rows of the micro-batch with this first row start, (B,).
 
         NumPy takes as long for a few rows as for a hundred. So once two micro-batches came at the same distance, those
         of the next micro-batches at that distance are computed as well.
         """
-        stride, self._last = position - self._last, position
+        stride, self._last = first_row - self._last, first_row
         repeated, self._stride = stride == self._stride, stride
-        if (known := self._ahead.pop(position, None)) is not None:
+        if (known := self._ahead.pop(first_row, None)) is not None:
             return known
         number = max(ROWS_AHEAD // self.micro_batch_size, 1) if repeated and stride > 0 else 1
-        positions = position + stride * np.arange(number)
-        rows = positions[:, None] + np.arange(self.micro_batch_size)
+        firsts = first_row + stride * np.arange(number)
+        rows = firsts[:, None] + np.arange(self.micro_batch_size)
         starts = self.order.starts(rows.ravel()).reshape(rows.shape)
-        self._ahead = dict(zip(positions[1:].tolist(), starts[1:], strict=True))
+        self._ahead = dict(zip(firsts[1:].tolist(), starts[1:], strict=True))
         return starts[0]
 
-    def __getitem__(self, position: int) -> Batch:
+    def __getitem__(self, first_row: int) -> Batch:
         shape = (self.micro_batch_size, self.order.seq_len)
         input_ids, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-        for row, start in enumerate(self.starts(position).tolist()):
+        for row, start in enumerate(self.starts(first_row).tolist()):
             tokens = self.stream.view(start, self.order.seq_len + 1)
             input_ids[row], labels[row] = tokens[:-1], tokens[1:]
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
@@ -92,7 +92,7 @@ class ValidationBatches(Dataset[Batch]):
         with_document_ids: add `document_ids` (B, T) int32; needs `eot_id`.
         rank: this process among those that share the windows.
         world: number of processes that share them.
-        byte_corrections: (n, 2) int64, positions in the stream in their order, and the bytes to add there; None: none.
+        byte_corrections: (n, 2) int64, offsets in the stream in their order, and the bytes to add there; None: none.
 
     Source: bits per byte without special tokens as nanochat counts it,
     https://github.com/karpathy/nanochat/blob/master/nanochat/loss_eval.py.
@@ -113,7 +113,7 @@ class ValidationBatches(Dataset[Batch]):
         return -(-windows // (self.world * self.micro_batch_size))
 
     def starts(self, index: int) -> NDArray[np.int64]:
-        """Positions in the stream at which the rows of batch `index` start, (B,); past its end for rows of padding."""
+        """Offsets in the stream at which the rows of batch `index` start, (B,); past its end for rows of padding."""
         rows = np.arange(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
         return (rows * self.world + self.rank) * self.seq_len
 
@@ -139,11 +139,11 @@ class ValidationBatches(Dataset[Batch]):
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _corrections(self, index: int) -> NDArray[np.int64]:
-        """Bytes to add to the rows of batch `index`, (B,); the labels of a row are one position after its inputs."""
+        """Bytes to add to the rows of batch `index`, (B,); the labels of a row are one token after its inputs."""
         starts = self.starts(index)
         if self.byte_corrections is None:
             return np.zeros_like(starts)
-        positions, added = self.byte_corrections.T
+        offsets, added = self.byte_corrections.T
         sums = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(added)))
-        first, end = np.searchsorted(positions, np.stack([starts + 1, starts + self.seq_len + 1]))
+        first, end = np.searchsorted(offsets, np.stack([starts + 1, starts + self.seq_len + 1]))
         return sums[end] - sums[first]

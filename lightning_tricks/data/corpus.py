@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,13 +25,6 @@ from lightning_tricks.data.content import file_hashes, known_revision
 
 # the files of a folder that are read; a glob takes any name
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
-# files that are no text of one document after the other, though some of them can be decoded as UTF-8
-_JSON_ENDINGS = "json json5 geojson ipynb"
-_BINARY_ENDINGS = (
-    "7z arrow avro bin bmp bz2 ckpt db doc docx epub exe feather flac gguf gif h5 hdf5 jpeg jpg lz4 mds mkv mov mp3 "
-    "mp4 msgpack npy npz odt ogg onnx orc pdf pickle pkl png ppt pptx pt pth pyc rar safetensors so sqlite tar "
-    "tfrecord tgz tif tiff wav webm webp whl xls xlsx xz zip zst"
-)
 
 
 def _is_gzip(path: Path) -> bool:
@@ -49,18 +43,7 @@ def is_rows(path: Path) -> bool:
 
 
 def check_readers(paths: list[Path]) -> None:
-    """Refuse files that are certainly no text, by their ending, and those whose library is missing.
-
-    Raises:
-        UsageError: see above.
-    """
-    for path in paths:
-        suffix = _suffix(path)
-        if suffix[1:] in _JSON_ENDINGS.split():
-            raise UsageError(f"files: {path} is JSON and no text: write it as .jsonl, an object in each line")
-        if suffix[1:] in _BINARY_ENDINGS.split() or (suffix == ".parquet" and _is_gzip(path)):
-            remedy = "unpack it" if suffix == ".parquet" else "leave it out, or write its text as .jsonl or .txt"
-            raise UsageError(f"files: {path} is no text, by the ending of its name: {remedy}")
+    """Refuse a Parquet file where its library is missing."""
     parquet = next((path for path in paths if _suffix(path) == ".parquet"), None)
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f'files: {parquet} needs: pip install "lightning-tricks[parquet]"')
@@ -127,11 +110,6 @@ def _lines(path: Path, limit: int = -1) -> Iterator[str]:
         raise UsageError(f"files: {path} cannot be read ({reason})") from error
 
 
-def read_file(path: Path) -> Iterator[str]:
-    """The whole file as one document."""
-    yield "".join(_lines(path))
-
-
 def read_pieces(path: Path, size: int) -> Iterator[str]:
     """The file in pieces of about `size` characters; joined, they are the file.
 
@@ -161,26 +139,22 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_int=_number)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"files: {path}, line {number} is not JSON ({error})") from error
-        if isinstance(row, dict) and text_field in row and row[text_field] is None:
-            continue  # a row without text
-        if isinstance(row, dict) and text_field in row and not isinstance(row[text_field], str):
-            value = json.dumps(row[text_field])[:40]
-            raise UsageError(
-                f"text_field={text_field!r}: {path}, line {number} has {value} there and no text: take the line out, "
-                "or name the key of its text"
-            )
         if not isinstance(row, dict) or text_field not in row:
             keys = _names(row) if isinstance(row, dict) else type(row).__name__
             raise UsageError(f"text_field={text_field!r}: {path}, line {number} has {keys}; name the key of its text")
-        yield _characters(row[text_field])
+        if row[text_field] is not None:  # a row may have no text
+            yield _characters(_checked(row[text_field], text_field, f"{path}, line {number}"))
 
 
-def _number(digits: str) -> float:
-    """A whole number of JSON, of any length; Python refuses to make an int of 4,300 digits."""
-    return int(digits) if len(digits) < 20 else float(digits)
+def _checked(text: object, text_field: str, where: str) -> str:
+    if not isinstance(text, str):
+        raise UsageError(
+            f"text_field={text_field!r}: {where} has {str(text)[:40]} there and no text: name that of texts"
+        )
+    return text
 
 
 def _characters(text: str) -> str:
@@ -201,20 +175,12 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if (columns := schema.names.count(text_field)) != 1:
-                found = f"{columns} columns of that name" if columns else _names(schema.names)
-                remedy = "give them different names" if columns else "name the column of its text"
-                raise UsageError(f"text_field={text_field!r}: {path} has {found}; {remedy}")
-            kind = schema.field(text_field).type
-            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind  # a column of categories
-            if str(value) not in ("string", "large_string", "string_view", "null"):
-                raise UsageError(
-                    f"text_field={text_field!r}: {path} holds {_names([kind])} there and no text; "
-                    "name the column of its text"
-                )
+            if text_field not in (names := file.schema_arrow.names):
+                raise UsageError(f"text_field={text_field!r}: {path} has {_names(names)}; name the column of its text")
             for rows in file.iter_batches(columns=[text_field]):
-                yield from (text for text in rows.column(text_field).to_pylist() if text)
+                yield from (
+                    _checked(text, text_field, str(path)) for text in rows.column(text_field).to_pylist() if text
+                )
     except UsageError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:  # ValueError: strings that are not UTF-8
@@ -222,8 +188,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         raise UsageError(f"files: {path} cannot be read as Parquet ({reason})") from error
 
 
-Documents = Callable[[], Iterator[str]]
-Located = Callable[[], Iterator[tuple[Path, str]]]
+Located = Callable[[], Iterator[tuple[Path | None, str]]]
 _MANY_FILES = 100
 _LARGEST_DOCUMENT = 4 << 20  # characters that are encoded at once
 
@@ -237,22 +202,25 @@ class Corpus:
         identity: called with the cache's folder, and whether what is recorded there suffices in place of a question to
             another host. Its answer depends on the content of the documents; part of the cache's key.
         n_bytes: approximate size of the text, for the progress bar; None when unknown.
-        documents: called for each pass, yields the non-empty documents in a fixed order.
-        located: yields the same documents, each as (file, text); None where they come from no files.
+        located: called for each pass, yields the non-empty documents in a fixed order, each as (file, text); the file
+            is None where they come from none.
     """
 
     description: str
     identity: Callable[[Path, bool], str]
     n_bytes: int | None
-    documents: Documents
-    located: Located | None = None
+    located: Located
+
+    def documents(self) -> Iterator[str]:
+        """The texts alone, in the same order."""
+        return (text for _, text in self.located())
 
 
 def _corpus_of_files(description: str, paths: list[Path], setting: str, located: Located) -> Corpus:
     """A corpus whose identity changes with `setting`, and with the content of the files in their order."""
     size = sum(path.stat().st_size for path in paths)
     identity = partial(_identity_of_files, paths, setting)
-    return Corpus(description, identity, size, partial(_texts, located), located)
+    return Corpus(description, identity, size, located)
 
 
 def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorded: bool = False) -> str:
@@ -260,10 +228,6 @@ def _identity_of_files(paths: list[Path], setting: str, cache_dir: Path, recorde
     kinds = [(_suffix(path) if is_rows(path) else "plain", _is_gzip(path)) for path in paths]
     content = list(zip(kinds, file_hashes(paths, cache_dir), strict=True))
     return hashlib.sha256(repr((setting, content)).encode()).hexdigest()
-
-
-def _texts(located: Located) -> Iterator[str]:
-    return (text for _, text in located())
 
 
 def standard_library() -> Corpus:
@@ -318,32 +282,20 @@ def text_files(patterns: list[str], text_field: str, whole: bool = False) -> Cor
     check_readers(paths)
     plain = [path for path in paths if not is_rows(path)]
     cuts = len(plain) < _MANY_FILES
-    # several files were once cut by their total size: a cache from then does not hold these documents
-    setting = f"{text_field}, cut file by file" if cuts and len(plain) > 1 else text_field
-    located = partial(_documents_of_files, paths, text_field, _whole_size if whole else _piece_size if cuts else None)
-    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, setting, located)
+    size = _LARGEST_DOCUMENT if whole else None if cuts else sys.maxsize
+    located = partial(_documents_of_files, paths, text_field, size)
+    return _corpus_of_files(f"{len(paths)} file(s): {', '.join(patterns)}", paths, text_field, located)
 
 
-def _documents_of_files(
-    paths: list[Path], text_field: str, size: Callable[[Path], int] | None
-) -> Iterator[tuple[Path, str]]:
+def _documents_of_files(paths: list[Path], text_field: str, size: int | None) -> Iterator[tuple[Path, str]]:
     for path in paths:
-        if is_rows(path):
-            texts = read_rows(path, text_field)
-        elif size is not None:
-            texts = read_pieces(path, size(path))
-        else:
-            texts = read_file(path)
+        texts = read_rows(path, text_field) if is_rows(path) else read_pieces(path, size or _piece_size(path))
         yield from ((path, text) for text in texts if text.strip())
 
 
 def _piece_size(path: Path) -> int:
     """Characters of a piece. It depends on the file alone: by the total size, an added file would move all cuts."""
     return min(max(path.stat().st_size // 200, 2 << 10), 64 << 10)
-
-
-def _whole_size(path: Path) -> int:
-    return _LARGEST_DOCUMENT
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:
@@ -357,12 +309,12 @@ def hugging_face(name: str, text_field: str) -> Corpus:
     if importlib.util.find_spec("datasets") is None:
         raise UsageError(f'hf_dataset={name!r} needs: pip install "lightning-tricks[datasets]"')
     dataset = _Dataset(name, text_field)
-    return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.documents)
+    return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.located)
 
 
 @dataclass
 class _Dataset:
-    """A dataset, by name; `identity` fixes the revision that `documents` reads."""
+    """A dataset, by name; `identity` fixes the revision that `located` reads."""
 
     name: str
     text_field: str
@@ -380,7 +332,7 @@ class _Dataset:
         config = self.name.partition(":")[2]
         return hashlib.sha256(repr((config, self.text_field, content)).encode()).hexdigest()
 
-    def documents(self) -> Iterator[str]:
+    def located(self) -> Iterator[tuple[None, str]]:
         import datasets
 
         path, _, config = self.name.partition(":")
@@ -392,7 +344,7 @@ class _Dataset:
                 if not isinstance(text, str):
                     raise UsageError(f"text_field={self.text_field!r}: {self.name} has the columns {_names(row)}")
                 if text.strip():
-                    yield _characters(text)
+                    yield None, _characters(text)
         except UsageError:
             raise
         except Exception as error:  # the Hub, the network and the formats each raise their own

@@ -3,7 +3,7 @@
 Position p, an integer counted over the whole run, names the same window whatever the number of workers, of processes
 or of restarts. Nothing is stored: the order is a keyed permutation, evaluated for the positions that are asked for.
 Samples may be passed over, such as those of a batch that destroyed a run. Those that are left are numbered again
-without gaps: a run asks for a sample by that number, its index.
+without gaps: a run asks for a sample by that number, its row.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray
 
 
 class SkippedSamples:
-    """Which sample positions the stream passes over, and the arithmetic between positions and indices.
+    """Which sample positions the stream passes over, and the arithmetic between positions and rows.
 
     Args:
         ranges: first and last position of each range, both passed over; in any order, they may overlap. None for none.
@@ -81,24 +81,24 @@ class SkippedSamples:
         self.ranges = [(first, last) for first, last in merged]
         lengths = [last - first + 1 for first, last in merged]
         self._before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # passed over before range k
-        # the index that the first position after range k has
-        self._indices = np.array([first for first, _ in merged], dtype=np.int64) - self._before[:-1]
+        # the row that the first position after range k has
+        self._rows = np.array([first for first, _ in merged], dtype=np.int64) - self._before[:-1]
 
-    def positions(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Position of the sample with each index: (n,) int64."""
-        indices = np.asarray(indices, dtype=np.int64)
-        return indices + self._before[np.searchsorted(self._indices, indices, side="right")]
+    def positions(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Position of the sample of each row: (n,) int64."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return rows + self._before[np.searchsorted(self._rows, rows, side="right")]
 
-    def index(self, position: int) -> int:
-        """Index of the first sample from `position` on that is not passed over."""
+    def row(self, position: int) -> int:
+        """Row of the first sample from `position` on that is not passed over."""
         return position - sum(min(position, last + 1) - first for first, last in self.ranges if first < position)
 
-    def runs(self, first_index: int, samples: int) -> list[tuple[int, int]]:
-        """First and last position of each unbroken run among `samples` samples from an index on."""
-        end_index = first_index + samples - 1
+    def runs(self, first_row: int, samples: int) -> list[tuple[int, int]]:
+        """First and last position of each unbroken run among `samples` samples from a row on."""
+        last_row = first_row + samples - 1
         if not self.ranges:  # asked at every step, and NumPy takes a tenth of a millisecond
-            return [(first_index, end_index)]
-        first, end = self.positions(np.array([first_index, end_index])).tolist()
+            return [(first_row, last_row)]
+        first, end = self.positions(np.array([first_row, last_row])).tolist()
         runs = []
         for start, last in self.ranges:
             if first < start <= end:
@@ -126,7 +126,7 @@ class WindowOrder:
         tokens: length of the stream, more than `seq_len`.
         seq_len: tokens in a window.
         seed: any integer.
-        skipped: samples to pass over; with it, windows are asked for by index.
+        skipped: samples to pass over; with it, windows are asked for by row.
     """
 
     def __init__(self, tokens: int, seq_len: int, seed: int, skipped: SkippedSamples | None = None) -> None:

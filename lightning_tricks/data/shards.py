@@ -166,14 +166,14 @@ class ByteCorrections:
         self._known = token_texts is not None
         self._lengths = np.array([len(text) for text in token_texts or ()], dtype=np.int64)
 
-    def add(self, ids: NDArray[np.integer], n_bytes: int, position: int) -> None:
-        """Compare the ids of a text with the number of its bytes; a difference counts at `position`, its last token."""
+    def add(self, ids: NDArray[np.integer], n_bytes: int, offset: int) -> None:
+        """Compare the ids of a text with the number of its bytes; a difference counts at `offset`, its last token."""
         if not self._known:
             return
         lengths = self._lengths[ids]
         self._known = bool(lengths.all())  # a token without bytes is no label, so the text's bits would be too few
         if difference := n_bytes - int(lengths.sum()):
-            self._found.append((position, difference))
+            self._found.append((offset, difference))
 
     def save(self) -> None:
         """Write the file, if the number of bytes is known."""
@@ -182,7 +182,7 @@ class ByteCorrections:
 
     @classmethod
     def load(cls, folder: Path) -> NDArray[np.int64] | None:
-        """(n, 2) int64, positions and differences; None where the number of bytes is not known.
+        """(n, 2) int64, offsets and differences; None where the number of bytes is not known.
 
         Raises:
             ValueError: the file holds something else.
@@ -200,6 +200,8 @@ _CHUNK = 1 << 24  # tokens compared at once in a scan
 
 class TokenStream:
     """The tokens of several shards, in the order of `paths`; see `open_shard` for their formats and errors.
+
+    A token is known by its offset, counted from 0 over all shards.
 
     It is pickled as paths, so that loader workers map the files themselves instead of receiving a copy.
     """
@@ -220,9 +222,9 @@ class TokenStream:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _locate(self, position: int) -> tuple[int, int]:
-        shard = bisect_right(self._ends, position)
-        return shard, position - int(self._ends[shard - 1] if shard else 0)
+    def _locate(self, offset: int) -> tuple[int, int]:
+        shard = bisect_right(self._ends, offset)
+        return shard, offset - int(self._ends[shard - 1] if shard else 0)
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         """Tokens start..start+count-1, shape (count,); fewer where the stream ends."""
@@ -230,41 +232,41 @@ class TokenStream:
         out = np.empty(max(stop - start, 0), dtype=np.int64)
         done = 0
         while done < len(out):
-            shard, offset = self._locate(start + done)
-            part = self._shards[shard][offset : offset + len(out) - done]
+            shard, index = self._locate(start + done)
+            part = self._shards[shard][index : index + len(out) - done]
             out[done : done + len(part)] = part
             done += len(part)
         return out
 
     def view(self, start: int, count: int) -> NDArray[np.integer]:
         """As `read`, but in the dtype of the file and without a copy where one shard holds all of them."""
-        shard, offset = self._locate(start)
-        if shard < len(self._shards) and offset + count <= len(self._shards[shard]):
-            return self._shards[shard][offset : offset + count]
+        shard, index = self._locate(start)
+        if shard < len(self._shards) and index + count <= len(self._shards[shard]):
+            return self._shards[shard][index : index + count]
         return self.read(start, count)
 
-    def place(self, position: int) -> tuple[Path, int]:
-        """The shard that holds `position`, and the token's index in it."""
-        shard, offset = self._locate(position)
-        return self.paths[shard], offset
+    def place(self, offset: int) -> tuple[Path, int]:
+        """The shard that holds `offset`, and the token's index in it."""
+        shard, index = self._locate(offset)
+        return self.paths[shard], index
 
-    def describe(self, position: int) -> str:
-        """Name the shard that holds `position` and the token's index in it, for messages."""
-        path, offset = self.place(position)
-        return f"shard {path}, token {offset}"
+    def describe(self, offset: int) -> str:
+        """Name the shard that holds `offset` and the token's index in it, for messages."""
+        path, index = self.place(offset)
+        return f"shard {path}, token {index}"
 
-    def count_before(self, token: int, positions: Sequence[int]) -> list[int]:
-        """Number of times that a token occurs before each of the positions; reads up to the last of them."""
+    def count_before(self, token: int, offsets: Sequence[int]) -> list[int]:
+        """Number of times that a token occurs before each of the offsets; reads up to the last of them."""
         counts, seen, start = {}, 0, 0
-        for position in sorted(positions):
-            while start < position:
-                part = self.read(start, min(position - start, _CHUNK))
+        for offset in sorted(offsets):
+            while start < offset:
+                part = self.read(start, min(offset - start, _CHUNK))
                 seen, start = seen + int(np.count_nonzero(part == token)), start + len(part)
-            counts[position] = seen
-        return [counts[position] for position in positions]
+            counts[offset] = seen
+        return [counts[offset] for offset in offsets]
 
     def first_at_least(self, bound: int, limit: int) -> int | None:
-        """Position of the first id >= `bound` among the first `limit` tokens, None when there is none.
+        """Offset of the first id >= `bound` among the first `limit` tokens, None when there is none.
 
         The largest id of each shard is remembered, so a second question is answered without reading.
         """

@@ -29,13 +29,20 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
-from lightning_tricks.data.base import ShardData
-from lightning_tricks.data.bpe import end_of_text, load_tokenizer, token_texts, train_bpe, vocabulary_size
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.content import remove_unfinished, staging_prefix
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
-from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
+from lightning_tricks.data.tokenizer import (
+    end_of_text,
+    load_tokenizer,
+    open_tokenizer,
+    token_texts,
+    tokenizer_sha256,
+    train_bpe,
+    vocabulary_size,
+)
 
 __all__ = ["TextData"]
 
@@ -134,13 +141,10 @@ def tokenize_corpus(
         os.fsync(file.fileno())
 
 
-def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path]:
-    """The files of training documents, by their numbers in the stream from 0; the text is read up to the last of them.
-
-    Empty where the documents come from no files.
-    """
-    found: dict[int, Path] = {}
-    if corpus.located is None or not numbers:
+def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path | None]:
+    """The files of training documents, by their numbers in the stream from 0; reads the text up to the last of them."""
+    found: dict[int, Path | None] = {}
+    if not numbers:
         return found
     threshold = validation_threshold(corpus.documents(), val_fraction)
     training = (path for path, document in corpus.located() if document_hash(document) >= threshold)
@@ -199,11 +203,10 @@ def _say(line: str) -> None:
     say(line, file=sys.stderr)
 
 
-LARGEST_VOCABULARY = 2**24  # to learn: sixty times the largest of a published model
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
 
 
-class TextData(ShardData):
+class TextData(TokenDataModule):
     """Language-model batches from text; without arguments, from Python's standard library, which every machine has.
 
     `prepare_data` learns a byte-level BPE from the training documents (or takes yours), encodes each document followed
@@ -259,8 +262,6 @@ class TextData(ShardData):
             raise UsageError(f"val_fraction={val_fraction}: it must lie between 0 and 1")
         if tokenizer is None and vocab_size < 257:
             raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
-        if tokenizer is None and vocab_size > LARGEST_VOCABULARY:
-            raise UsageError(f"vocab_size={vocab_size}: at most {LARGEST_VOCABULARY} tokens are learned: give less")
         given = [files] if isinstance(files, str | os.PathLike) else files
         self.files = None if given is None else [str(file) for file in given]
         if self.files == []:
@@ -303,8 +304,7 @@ class TextData(ShardData):
         return text_files(self.files, self.text_field, whole=self.val_fraction == 1)
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse text that is not there, a library that is missing, and sizes that this host cannot hold."""
-        super().check_run(trainer, datamodule, stage)
+        """Refuse text that is not there, and a library that is missing."""
         _ = self._corpus
 
     def check_sample(self, vocab_size: int | None) -> str:
@@ -364,15 +364,15 @@ class TextData(ShardData):
         if self.val_fraction == 1:
             rank_zero_info(self.data_summary())
 
-    def source_files(self, positions: Sequence[int]) -> list[Path | None]:
-        """The text file behind each position of the training stream; reads the text up to the last of them.
+    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
+        """The text file behind the tokens at these offsets of the training stream; reads the text up to the last.
 
         None for a Hugging Face dataset, and for text so long that to read it again would take minutes.
         """
         corpus = self._corpus
         if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
-            return [None] * len(positions)
-        numbers = self.streams["train"].count_before(self.eot_id, positions)
+            return [None] * len(offsets)
+        numbers = self.streams["train"].count_before(self.eot_id, offsets)
         files = training_files(corpus, self.val_fraction, set(numbers))
         return [files.get(number) for number in numbers]
 

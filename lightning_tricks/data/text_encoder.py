@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from lightning_tricks.accounting.device_speed import available_cores
-from lightning_tricks.data.bpe import PATTERNS, byte_alphabet, not_plain, split_pattern
+from lightning_tricks.data.tokenizer import PATTERNS, byte_alphabet, not_plain, split_pattern
 
 if TYPE_CHECKING:
     import tiktoken
@@ -45,7 +45,7 @@ def encode_all(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple
     which suffices for a short text; where tiktoken gives all of them the same ids, it encodes what follows.
 
     Args:
-        tokenizer: see `bpe.as_text_only`.
+        tokenizer: see `as_text_only`.
         documents: read as far ahead as they are encoded, a few megabytes.
     """
     documents = iter(documents)

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data.base import ShardData, check_sample
-from lightning_tricks.data.bpe import end_of_text, vocabulary_size
-from lightning_tricks.data.saved_tokenizer import open_tokenizer, tokenizer_sha256
+from lightning_tricks.data.base import TokenDataModule, TokenIdCheck
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
+from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
 __all__ = ["TokenData"]
 
 
-class TokenData(ShardData):
+class TokenData(TokenDataModule):
     """Language-model batches from token files, in the same form as TextData's.
 
     A checkpoint knows its data by the shards' names, sizes and sampled contents (see `shards.fingerprint`); a resume
@@ -71,8 +70,7 @@ class TokenData(ShardData):
             raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse shards that are not there, and sizes that this host cannot hold."""
-        super().check_run(trainer, datamodule, stage)
+        """Refuse shards that are not there."""
         _find("train", self.train)
         if self.val is not None:
             _find("val", self.val)
@@ -89,7 +87,7 @@ class TokenData(ShardData):
             self.check_ids(self.vocab_size, "vocab_size")
 
     def check_sample(self, vocab_size: int | None) -> str:
-        """Open the shards and compare a sample of their ids with the vocabularies; a line on them, for `check`.
+        """Open the shards and compare their ids with the vocabularies; a line on them, for `check`.
 
         Args:
             vocab_size: of the model, above each id; None: not known.
@@ -99,11 +97,9 @@ class TokenData(ShardData):
         """
         streams = self._streams()
         self._check_length(streams["train"])
-        bounds = {"vocab_size": self.vocab_size, "the model": vocab_size}
-        for stream in streams.values():
-            for whose, bound in bounds.items():
-                if bound is not None:
-                    check_sample(stream, bound, whose)
+        for whose, bound in (("vocab_size", self.vocab_size), ("the model", vocab_size)):
+            if bound is not None:
+                TokenIdCheck().scan(streams, bound, whose)
         parts = [f"{len(stream):,} {name} tokens in {len(stream.paths)} shard(s)" for name, stream in streams.items()]
         tokenizer = "its tokenizer is not given" if self._given_tokenizer is None else "of the tokenizer given"
         return f"{' and '.join(parts)}{'' if 'val' in streams else ', no validation data'}; {tokenizer}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import planned_data_ranks
-from lightning_tricks.data.bpe import end_of_text
+from lightning_tricks.data.tokenizer import end_of_text
 
 
 def refuse_shared_rows(trainer: Any, who: str, command: str) -> None:

@@ -17,6 +17,7 @@ from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer import configured_optimizers, is_a, is_accumulating
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks.checkpoints.load_weights import differing_weights
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel.agreement import broadcast
@@ -293,7 +294,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         # DeepSpeed's own way fails at stage 3 without an optimizer, and knows one number of processes only
         plain = read_weights(layout) if self.is_global_zero else {"state_dict": {}}
         compares = module.strict_loading and self.is_global_zero
-        wrong = self.broadcast(differing_weights(module, plain["state_dict"]) if compares else None)
+        own = module.state_dict(keep_vars=True)
+        wrong = self.broadcast(differing_weights(own, plain["state_dict"]) if compares else None)
         if wrong:
             raise UsageError(f"the checkpoint {layout.path} is of another model: {wrong}")
         self._restore_zero_state(plain, strict=module.strict_loading)
@@ -328,18 +330,6 @@ def fitting_sizes(module: nn.Module) -> dict[str, int]:
         "stage3_prefetch_bucket_size": min(bucket, 50_000_000),
         "stage3_param_persistence_threshold": min(vectors, _MAX_PERSISTENT),
     }
-
-
-def differing_weights(module: nn.Module, weights: dict[str, Any]) -> str | None:
-    """In words, the first weight in which a module and a checkpoint differ; None where there is none."""
-    here, there = (
-        {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in state.items()}
-        for state in (module.state_dict(keep_vars=True), weights)
-    )
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            return f"'{name}' has shape {here.get(name)} here and {there.get(name)} there"
-    return None
 
 
 def refuse_settings(strategy: Any, trainer: Any) -> None:

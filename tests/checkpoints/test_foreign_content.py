@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 from checkpoints.test_inside import hugging_face
 from commands.exported import checkpoint, save
 from hypothesis import HealthCheck, given, settings
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from lightning_tricks import GPT2, LanguageModel, Llama
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints import open_checkpoint
 from lightning_tricks.checkpoints.hf_folder import decoder_config_of, open_weights, read_hf_folder
-from lightning_tricks.checkpoints.stream_weights import stream_weights
+from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.models import Decoder, DecoderConfig, hf_config
 
 SIZES = {"vocab_size": 280, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
@@ -102,22 +100,6 @@ def test_any_bytes_of_a_file_are_one_line(folder, name, content):
         door.run(["import", str(folder), "--output", str(folder / "mine.yaml")])
 
 
-JUNK = (None, 3, "x", [1], [["a"]], {1: 2}, torch.ones(2))
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: type(junk).__name__)
-@pytest.mark.parametrize("name", ["state_dict", "loops", "callbacks", "decoder_config"])
-def test_junk_in_a_checkpoint_is_one_line(tmp_path, name, junk, kind):
-    if name == "state_dict" and kind == "folder":
-        pytest.skip("torch's own format has its tensors by name")
-    path = save(checkpoint(Llama(**SIZES)) | {name: junk}, tmp_path / "junk.ckpt", kind)
-    with pytest.raises(UsageError, match=rf"damaged: .*{name}"):
-        open_checkpoint(path)
-    with pytest.raises(UsageError, match=rf"damaged: .*{name}"):
-        stream_weights(path)
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize(
     "changed", [{"n_layers": 10**7}, {"n_heads": 0}, {"d_model": "x"}, {"norm_eps": None}, {"n_layers": [2]}]
@@ -130,38 +112,3 @@ def test_a_decoder_that_cannot_be_is_one_line_and_is_not_built(tmp_path, changed
         stream_weights(path)
     with pytest.raises(UsageError, match=r"damaged: .*decoder_config"):
         LanguageModel.load_from_checkpoint(path)
-
-
-def test_a_loop_of_another_type_is_one_line(tmp_path):
-    path = save(checkpoint(Llama(**SIZES), loops={"fit_loop": 3}), tmp_path / "junk.ckpt")
-    with pytest.raises(UsageError, match=r"damaged: .*loops"):
-        open_checkpoint(path)
-
-
-WHOLE = checkpoint(Llama(**SIZES))
-JUNK = [None, True, 10**7, 0.5, "x", [[1]], torch.ones(2)]
-PLACES = [
-    *(("decoder_config", name) for name in WHOLE["decoder_config"]),
-    *(("TextData", "tokenizer", name) for name in WHOLE["TextData"]["tokenizer"]),
-    *(("state_dict", name) for name in list(WHOLE["state_dict"])[:3]),
-    ("TextData", "tokenizer"), ("TextData",), ("decoder_config",), ("state_dict",),
-]  # fmt: skip
-
-
-def replaced_in(content, place, value):
-    """A copy of nested dicts with another value at one place."""
-    first, *rest = place
-    return {**content, first: replaced_in(content[first], rest, value) if rest else value}
-
-
-@pytest.mark.parametrize("place", PLACES, ids=".".join)
-def test_generate_takes_any_value_in_a_checkpoint_or_refuses_it_in_one_line(tmp_path, capsys, place):
-    for number, value in enumerate(JUNK):
-        path = save(replaced_in(WHOLE, place, value), tmp_path / f"{number}.ckpt")
-        try:
-            door.run(["generate", "--ckpt_path", str(path), "--prompt", "the", "--max_new_tokens", "1"])
-        except UsageError as error:
-            line = str(error)
-        else:
-            line = ""
-        assert "\n" not in line, (place, value)

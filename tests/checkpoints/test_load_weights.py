@@ -1,6 +1,7 @@
 """Weights come from every kind of file and folder, by name; the first name or shape that differs is refused."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights
-from lightning_tricks.checkpoints.load_weights import read_weights
+from lightning_tricks.checkpoints.load_weights import differing_weights, read_weights
 from lightning_tricks.checkpoints.write_file import write_file
 
 
@@ -26,7 +27,7 @@ def safetensors(state, path):
     pytest.importorskip("safetensors.torch").save_file(state, path)
 
 
-LIGHTNING = {"pytorch-lightning_version": "2.6.0", "global_step": 7, "lr_schedulers": [{}], "loops": {}}
+LIGHTNING = {"pytorch-lightning_version": "2.6.0", "global_step": 7, "lr_schedulers": [{}], "loops": {"fit_loop": {}}}
 WAYS = {
     "whole.ckpt": lambda state, path: torch.save(
         {**LIGHTNING, "optimizer_states": [{}], "optimizer_class": "SGD", "state_dict": state}, path
@@ -49,7 +50,7 @@ def test_every_kind_of_file_gives_the_same_weights(name, source, tmp_path):
     for key, value in source.state_dict().items():
         assert torch.equal(other.state_dict()[key], value)
     assert line.startswith(f"{tmp_path / name}: 4 of its 4 weights loaded")
-    left = "; left out: the optimizer's state (SGD), the schedule, step 7, the position in the data"
+    left = "; left out: the optimizer's state, the schedule, the step and the position in the data"
     assert line.endswith(left) == (name == "whole.ckpt")
 
 
@@ -71,6 +72,16 @@ def test_the_first_difference_is_named_and_nothing_is_loaded(change, words, sour
     with pytest.raises(UsageError, match=re.escape(words)):
         load_weights(other, tmp_path / "x.pt")
     assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+
+def test_the_first_weight_that_differs_is_the_modules_first_and_other_state_has_no_shape():
+    own = {"0.weight": SimpleNamespace(shape=(0,), ds_shape=(2, 2)), "0.extra": {"steps": 1}}  # as DeepSpeed shards it
+    same = {"0.weight": torch.ones(2, 2), "0.extra": {"steps": 2}}
+    assert differing_weights(own, same) is None
+    assert "no '0.weight'" in differing_weights(own, {"more": torch.ones(1)})
+    assert "has 'more'" in differing_weights(own, {**same, "more": torch.ones(1)})
+    other = differing_weights(own, {**same, "0.extra": torch.ones(3)})
+    assert other == "'0.extra' is (3,) in it and no tensor in the model"
 
 
 def test_without_strict_loading_what_both_have_is_loaded_and_the_rest_is_named(source, tmp_path):
@@ -113,12 +124,3 @@ def test_a_damaged_file_of_safetensors_and_an_address_are_refused_in_one_line(tm
     for address in ("s3://bucket/x.ckpt", "s3://bucket/x.safetensors"):
         with pytest.raises(UsageError, match=rf"^{address}: [^\n]*copy it to a disk"):
             load_weights(model(), address)
-
-
-def test_a_file_of_safetensors_without_that_package_says_what_to_install(tmp_path, monkeypatch):
-    from lightning_tricks.checkpoints import load_weights as module
-
-    (tmp_path / "x.safetensors").write_bytes(b"")
-    monkeypatch.setattr(__import__("sys").modules[module.__module__], "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install safetensors"):
-        read_weights(tmp_path / "x.safetensors")

@@ -11,7 +11,6 @@ from checkpoints.saved import flat
 from checkpoints.shards import REST, of_file, write_shards
 from harness.models import Small, batches
 from harness.runs import trainer_with
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_tricks import RecipeCLI
 from lightning_tricks._core.errors import UsageError
@@ -52,24 +51,16 @@ def test_names_become_places_in_the_order_of_the_groups(tmp_path):
     assert second == {"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}
 
 
-def test_the_order_in_which_shards_are_listed_does_not_matter():
-    flat = {"1.lr": 2.0, "0.lr": 1.0, "0.params": ["a"], "none": None}
-    paths = {"1.lr": ("groups", 1, "lr"), "0.lr": ("groups", 0, "lr"), "0.params": ("groups", 0, "params")}
-    found = unflatten_state_dict(flat, paths | {"none": ("none",)})  # torch keeps it to itself, so it may change
-    assert found == {"groups": [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0}], "none": None}
-
-
 def test_ten_optimizers_keep_their_order_and_weights_have_the_name_that_fsdp1_gives_them_too(tmp_path):
     states = {f"optimizer_{i}": {"param_groups": [{"lr": float(i), "params": ["a"]}]} for i in range(11)}
     found = open_checkpoint(write_shards(tmp_path / "at.ckpt", {"model": WEIGHTS, **states}))
     assert [state["param_groups"][0]["lr"] for state in found["optimizer_states"]] == [float(i) for i in range(11)]
     assert found["state_dict"].keys() == WEIGHTS.keys()
     assert "model" not in found
-
-
-def test_a_folder_with_weights_only_has_no_optimizer_states(tmp_path):
-    found = open_checkpoint(write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, {"global_step": 3}))
+    found = open_checkpoint(write_shards(tmp_path / "weights.ckpt", {"state_dict": WEIGHTS}, {"global_step": 3}))
     assert found.keys() == {"global_step", "state_dict"}
+    with pytest.raises(UsageError, match="holds no state_dict: it is a checkpoint of another program"):
+        open_checkpoint(write_shards(tmp_path / "other.ckpt", {"weights": WEIGHTS}))
 
 
 @pytest.mark.parametrize("parts", [(), ("weights",), ("weights", "averages"), ("weights", "optimizers", "averages")])
@@ -89,21 +80,6 @@ def test_the_size_counts_each_tensor_once(tmp_path):
     folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS, "optimizer_0": NAMED})
     # weights 6 x 4 + 2 x 2 + 1 x 4; state 4 + 2 x 4 + 6 x 4; a learning rate that is a tensor
     assert size_of_folder(folder) == 32 + 36 + 4
-
-
-def test_a_folder_of_another_program_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="holds no state_dict: it is a checkpoint of another program"):
-        open_checkpoint(write_shards(tmp_path / "at.ckpt", {"weights": WEIGHTS}))
-
-
-def test_what_weights_only_refuses_is_named_in_one_line(tmp_path):
-    rest = {**REST, "hyper_parameters": {"path": Path("x")}}
-    folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, rest)
-    assert open_checkpoint(folder, weights_only=False)["hyper_parameters"] == {"path": Path("x")}
-    for weights_only in (None, True):
-        with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in") as caught:
-            open_checkpoint(folder, weights_only=weights_only)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -183,16 +159,6 @@ def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, t
     folder = of_file(tmp_path / "turned.ckpt", tmp_path / "turned", model)
     with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'net\.2\.weight'"):
         fit_with_ours(Line(recipe=True), 4, folder)
-
-
-def test_a_file_takes_a_folders_place_whole(file_and_folder):
-    file, folder = file_and_folder
-    trainer = fit_with_ours(Line(), 3)
-    trainer.save_checkpoint(folder)
-    assert folder.is_file()
-    assert torch.load(folder, weights_only=True)["global_step"] == 3
-    trainer.save_checkpoint(file)
-    assert {entry.name for entry in file.parent.iterdir()} == {"file.ckpt", "folder.ckpt"}
 
 
 def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):

@@ -97,4 +97,4 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
     write_file(CONTENT, tmp_path / "saved" / "step=4.ckpt")
     damage(tmp_path / "saved" / "step=4.ckpt")
     (line,) = set(run(refuse, tmp_path))
-    assert line.startswith("resume=auto: the only checkpoint in saved cannot be used (the newest: saved/step=4.ckpt")
+    assert line.startswith("resume=auto: none of 1 checkpoint(s) in saved can be used (the newest: saved/step=4.ckpt")

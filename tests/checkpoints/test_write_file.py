@@ -32,15 +32,6 @@ def content(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-def test_a_folder_replaces_a_folder_without_a_mixture(tmp_path):
-    path = folder_at(tmp_path / "last.ckpt", "meta.pt", "__0_0.distcp", "__1_0.distcp")
-    with swap_in(path) as new:
-        assert content(path) == {"meta.pt", "__0_0.distcp", "__1_0.distcp"}  # still there
-        folder_at(new, "meta.pt", "__0_0.distcp")
-    assert content(path) == {"meta.pt", "__0_0.distcp"}
-    assert content(tmp_path) == {"last.ckpt"}
-
-
 def test_a_file_is_on_the_disk_before_it_takes_its_name_and_its_folder_after(tmp_path, monkeypatch):
     path, seen, fsync = tmp_path / "weights.ckpt", [], os.fsync
 
@@ -74,12 +65,17 @@ def test_what_another_process_writes_is_neither_deleted_nor_written_over(tmp_pat
 
 
 @pytest.mark.parametrize("old_is_file", [True, False])
-def test_a_file_and_a_folder_replace_each_other(tmp_path, old_is_file):
+@pytest.mark.parametrize("new_is_file", [True, False])
+def test_files_and_folders_replace_each_other_without_a_mixture(tmp_path, old_is_file, new_is_file):
     path = tmp_path / "last.ckpt"
-    path.write_text("old") if old_is_file else folder_at(path, "meta.pt")
+    path.write_text("old") if old_is_file else folder_at(path, "meta.pt", "__1_0.distcp")
+    folder_at(clear_staging(path), "__7_0.distcp")  # as a killed process left them
+    folder_at(tmp_path / ".last.ckpt.replaced", "meta.pt")
     with swap_in(path) as new:
-        folder_at(new, "meta.pt") if old_is_file else new.write_text("new")
-    assert path.is_dir() is old_is_file
+        assert path.is_file() is old_is_file  # still there
+        new.write_text("new") if new_is_file else folder_at(new, "meta.pt")
+    assert path.is_file() is new_is_file
+    assert new_is_file or content(path) == {"meta.pt"}
     assert content(tmp_path) == {"last.ckpt"}
 
 
@@ -93,16 +89,6 @@ def test_an_error_leaves_what_was_there(tmp_path):
 
     with pytest.raises(OSError, match="disk full"):
         fail()
-    assert content(path) == {"meta.pt"}
-    assert content(tmp_path) == {"last.ckpt"}
-
-
-def test_what_a_killed_process_left_is_cleared(tmp_path):
-    path = tmp_path / "last.ckpt"
-    folder_at(clear_staging(path), "__0_0.distcp", "__7_0.distcp")
-    folder_at(tmp_path / ".last.ckpt.replaced", "meta.pt")
-    with swap_in(path) as new:
-        folder_at(new, "meta.pt")
     assert content(path) == {"meta.pt"}
     assert content(tmp_path) == {"last.ckpt"}
 
@@ -162,12 +148,6 @@ def test_an_older_one_that_cannot_be_deleted_is_a_warning_and_the_new_one_is_sav
     assert content(path) == {"meta.pt", "new"}
     assert f"{tmp_path}/.last.ckpt.replaced" in str(caught[0].message)
     assert "\n" not in str(caught[0].message)
-
-
-def test_no_name_on_the_way_is_taken_for_a_checkpoint(tmp_path):
-    place = clear_staging(tmp_path / "last.ckpt")
-    assert place.suffix != ".ckpt"
-    assert not place.name.startswith("last")
 
 
 def test_a_folder_of_the_users_is_not_deleted(tmp_path):

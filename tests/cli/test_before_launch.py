@@ -13,13 +13,10 @@ from lightning_tricks.callbacks import (
     BatchSizeWarmup,
     GradNormMonitor,
     InitFrom,
-    LMEval,
     SafeCheckpoint,
     SampleText,
-    ScheduleFree,
     SpikeRollback,
     StepGuard,
-    TailAverage,
 )
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.parallel.dims import ParallelDims
@@ -45,15 +42,11 @@ FLAT = object.__new__(strategies.FSDPStrategy)
     ("make", "strategy", "line"),
     [
         (SampleText, tensor_ranks(), "SampleText: tensor and context ranks"),
-        (lambda: LMEval(["arc_easy"]), tensor_ranks(), "LMEval: tensor and context ranks"),
         (EMA, FLAT, "EMA: FSDPStrategy keeps weights"),
-        (lambda: TailAverage(2), FLAT, "TailAverage: FSDPStrategy keeps weights"),
-        (ScheduleFree, FLAT, "ScheduleFree: FSDPStrategy keeps weights"),
         (SpikeRollback, FLAT, "SpikeRollback: FSDPStrategy keeps weights"),
         (StepGuard, DEEPSPEED, "StepGuard: DeepSpeedStrategy leaves clip and step"),
         (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
         (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),
-        (GradNormMonitor, FLAT, "GradNormMonitor: FSDPStrategy holds flat parts of parameters"),
         (StepGuard, FLAT, "StepGuard: FSDPStrategy holds flat parts of parameters"),
         (SafeCheckpoint, DEEPSPEED, "SafeCheckpoint: DeepSpeedStrategy writes checkpoints by itself"),
         (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),

@@ -28,7 +28,7 @@ def line(hosts: int, local: int = 1, **trainer: Any) -> tuple[str, dict[str, Any
     return make_elastic(options, object(), DATA, started(hosts, local)), trainer
 
 
-def test_fewer_processes_take_more_micro_batches_each():
+def test_other_processes_take_other_micro_batches_each():
     said, trainer = line(1, 4, val_check_interval=10, limit_val_batches=3)
     assert said == (
         "elastic: 4 of 8 processes, accumulate_grad_batches 2 -> 4, val_check_interval 10 -> 20, "
@@ -37,27 +37,13 @@ def test_fewer_processes_take_more_micro_batches_each():
     assert trainer == {
         "num_nodes": 1, "devices": 4, "accumulate_grad_batches": 4, "val_check_interval": 20, "limit_val_batches": 6,
     }  # fmt: skip
-
-
-def test_more_processes_take_fewer_micro_batches_each():
-    assert line(4, 4, val_check_interval=10)[1]["val_check_interval"] == 5
-    assert line(4, 4)[1]["accumulate_grad_batches"] == 1
-
-
-def test_the_full_run_is_left_as_it_is():
-    assert line(2, 4) == (
-        "elastic: 8 of 8 processes", {"num_nodes": 2, "devices": 4, "accumulate_grad_batches": 2},
-    )  # fmt: skip
-
-
-def test_devices_may_be_listed():
-    assert line(2, 4, devices="0,1,2,3")[0] == "elastic: 8 of 8 processes"
-
-
-def test_as_many_processes_on_other_hosts_are_the_full_run():
-    said, trainer = line(8, 1)
-    assert said == "elastic: 8 of 8 processes"
-    assert (trainer["num_nodes"], trainer["devices"], trainer["accumulate_grad_batches"]) == (8, 1, 2)
+    more = line(4, 4, val_check_interval=10)[1]
+    assert (more["accumulate_grad_batches"], more["val_check_interval"]) == (1, 5)
+    for hosts, local, devices in ((2, 4, 4), (2, 4, "0,1,2,3"), (8, 1, 4)):
+        said, trainer = line(hosts, local, devices=devices)
+        assert said == "elastic: 8 of 8 processes"
+        assert trainer["accumulate_grad_batches"] == 2
+        assert (trainer["num_nodes"], trainer["devices"]) == (hosts, local if hosts == 8 else devices)
 
 
 def test_fractions_and_times_are_the_same_for_any_number_of_ranks():
@@ -125,9 +111,6 @@ def test_batch_size_warmup_starts_with_the_batch_of_the_full_run():
         ({"resume": "none"}, "resume=none: .* give --resume auto"),
         ({"ckpt_path": "some.ckpt"}, "ckpt_path=some.ckpt: .* give --resume auto"),
         ({"data": None, "module": SimpleNamespace()}, "the rows that SimpleNamespace gives.* take TokenData"),
-        ({"module": SimpleNamespace(automatic_optimization=False)}, "SimpleNamespace optimizes manually"),
-        ({"overfit_batches": 2}, "overfit_batches=2"),
-        ({"max_epochs": 2, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=null with max_epochs=2"),
     ],
 )
 def test_what_would_give_other_rows_or_other_steps_is_refused(change, words):

@@ -86,16 +86,6 @@ def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
     assert "class_path: mine.Mine" in done.stdout
 
 
-@pytest.mark.long
-def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
-    done = subprocess.run(
-        [python(), "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.strip() == "error: model: Mine has no option 'widht'; did you mean width?"
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -146,11 +136,6 @@ def test_a_full_disk_is_one_line_of_any_command(capsys):
     assert stop.value.code == 2
     said = "error: average.ckpt: No space left on device; free some space, or write to another disk\n"
     assert capsys.readouterr().err == said
-
-
-def test_another_pipe_that_is_closed_keeps_its_traceback():
-    with pytest.raises(BrokenPipeError), one_line_and_exit():
-        raise BrokenPipeError
 
 
 def test_a_folder_that_has_been_removed_is_named_in_one_line(tmp_path, monkeypatch, capsys):

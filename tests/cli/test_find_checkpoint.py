@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import pytest
 import torch
 import yaml
@@ -131,14 +130,6 @@ def lines(caplog, start: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith(start)]
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\x07\x08") - 3] ^= 1  # in the middle of the first entry's bytes
@@ -152,9 +143,7 @@ def newest_first() -> list[Path]:
 LAST, AUTO = "--ckpt_path=last", "--resume=auto"
 
 
-@pytest.mark.parametrize(
-    ("damage", "option"), [(truncate, AUTO), (empty, LAST), (flip, AUTO), (flip, LAST), (Path.unlink, AUTO)]
-)
+@pytest.mark.parametrize(("damage", "option"), [(flip, AUTO), (flip, LAST), (Path.unlink, AUTO)])
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the_one_before(damage, option, caplog):
     fit()
     damage(newest_first()[0])  # and with it the link last.ckpt
@@ -182,18 +171,17 @@ def test_no_checkpoint_is_looked_for_through_a_link_out_of_the_folder_of_runs(tm
     fit(f"--ckpt_path={CHECKPOINTS / 'last.ckpt'}", steps=6)  # which a user has named
 
 
-@pytest.mark.parametrize("option", ["--ckpt_path=last", "--resume=auto"])
-def test_where_no_checkpoint_is_whole_a_run_is_refused_unless_told_to_start_afresh(option, caplog):
+def test_where_no_checkpoint_is_whole_a_run_is_refused_unless_told_to_start_afresh(caplog):
     fit()
     for path in reversed(newest_first()):
         flip(path)
     with pytest.raises(
-        UsageError, match=r"none of the 4 checkpoints in runs/toy can be used \(the newest: .*step=4"
+        UsageError, match=r"none of 4 checkpoint\(s\) in runs/toy can be used \(the newest: .*step=4"
     ) as no:
-        fit(option)
+        fit(AUTO)
     assert str(no.value).endswith("start a new run at step 0 with --ckpt_path none")
     assert folders() == ["version_0"]
-    fit(option, "--ckpt_path=none")
+    fit(AUTO, "--ckpt_path=none")
     assert folders() == ["version_0", "version_1"]
 
 
@@ -203,6 +191,8 @@ def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command
     Path("runs/toy/version_1/checkpoints").mkdir(parents=True)  # a start that was killed before its first save
     fit("--resume=auto", steps=4)
     assert started_at(caplog) == 2
+    fit("--resume=auto", steps=4)
+    assert lines(caplog, "resume=auto: it has done all 4 steps already: raise --trainer.max_steps")
     caplog.clear()
     fit("--resume=auto", "--trainer.fast_dev_run=true")
     assert not lines(caplog, "resume=auto")
@@ -220,18 +210,12 @@ def test_what_resume_says_in_a_recipe_holds_for_fit_alone_and_an_explicit_path_w
     assert not lines(caplog, "resume=auto")
 
 
-def test_a_run_that_is_done_says_how_to_go_on(caplog):
-    fit()
-    fit("--resume=auto")
-    assert lines(caplog, "resume=auto: it has done all 4 steps already: raise --trainer.max_steps")
-
-
 def test_checkpoints_of_another_recipe_are_not_taken_and_of_another_model_refused(caplog):
     fit()
     other = "--trainer.logger={class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: other}}"
     fit("--resume=auto", other)
     assert lines(caplog, "resume=auto: there is no checkpoint in runs/other")
-    with pytest.raises(UsageError, match=r"is of another model than the recipe's Wide: it has layer\.weight of shape"):
+    with pytest.raises(UsageError, match=r"another model than the recipe's Wide: size mismatch for layer\.weight"):
         command_line("fit", f"--model={__name__}.Wide", "--resume=auto", "--trainer.max_steps=6", saver=KEEP)
 
 
@@ -285,20 +269,6 @@ def test_without_a_logger_the_recipe_is_not_written_through_a_link(tmp_path, the
     assert Path("here/config-v1.yaml").is_file()
     assert (tmp_path / "elsewhere").exists() == there
     assert not there or (tmp_path / "elsewhere").read_text() == "mine"
-
-
-def test_a_checkpoint_at_an_address_is_taken_if_it_is_there(caplog):
-    fit(steps=2)
-    fsspec.filesystem("memory").pipe_file("/there/last.ckpt", newest_first()[0].read_bytes())
-    fit("--ckpt_path=memory://there/last.ckpt", steps=3)
-    assert started_at(caplog) == 2
-    with pytest.raises(UsageError, match=r"^ckpt_path=memory://there/no\.ckpt: nothing is there, or it cannot be reac"):
-        fit("--ckpt_path=memory://there/no.ckpt")
-
-
-@pytest.mark.parametrize("word", ["hpc", "registry:model"])
-def test_a_checkpoint_that_only_lightning_can_find_is_left_to_it(word):
-    assert choose_checkpoint("fit", word, None) == word
 
 
 def test_under_deepspeed_a_folder_that_is_no_whole_one_of_deepspeed_is_passed_over(tmp_path, caplog):
@@ -385,7 +355,7 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     base = next(Path("base/version_0/checkpoints").glob("*step=2.ckpt"))
     command = ["--resume=auto", f"--init_from={base}"]
     fit(*command, steps=1)
-    assert lines(caplog, f"init_from={base}: 2 of its 2 weights loaded; left out: the optimizer's state (AdamW)")
+    assert lines(caplog, f"init_from={base}: 2 of its 2 weights loaded; left out: the optimizer's state")
     assert started_at(caplog) == 0
     own = torch.load(newest_first()[0], weights_only=True)
     base.unlink()
@@ -396,10 +366,9 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     )
 
 
-@pytest.mark.parametrize("name", ["test", "fit", "predict"])
-def test_a_value_that_is_the_name_of_a_command_is_a_value(name):
-    command_line("fit", "--trainer.logger.name", name, "--resume", "auto", "--trainer.max_steps=1")
-    assert folders(Path("runs", name)) == ["version_0"]
+def test_a_value_that_is_the_name_of_a_command_is_a_value():
+    command_line("fit", "--trainer.logger.name", "test", "--resume", "auto", "--trainer.max_steps=1")
+    assert folders(Path("runs/test")) == ["version_0"]
 
 
 def two_processes(launcher: str, folder: Path, steps: int) -> subprocess.CompletedProcess:

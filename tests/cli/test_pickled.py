@@ -147,19 +147,3 @@ def trains_and_resumes(arguments):
 def test_a_recipe_on_text_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, text_data):
     multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
     trains_and_resumes(recipe(tmp_path, text_data, **started_by("forkserver")))
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_recipe_on_token_files_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, monkeypatch):
-    multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
-    monkeypatch.chdir(write_token_files(tmp_path))
-    data = {"class_path": "TokenData", "init_args": {**EXAMPLES["TokenData"], "seq_len": 16, "micro_batch_size": 2}}
-    trains_and_resumes(recipe(tmp_path, data, **started_by("forkserver")))
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_recipe_on_text_trains_and_resumes_under_ddp_spawn(tmp_path, text_data):
-    arguments = recipe(tmp_path, text_data, **started_by("spawn"))
-    trains_and_resumes([*arguments, "--trainer.strategy=ddp_spawn"])

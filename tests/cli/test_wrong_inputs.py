@@ -5,7 +5,6 @@ import inspect
 import logging
 import os
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
         (folder / "edited.yaml").write_text(SMALL.replace(*row.edit, 1))
         args = ["fit", "--config", "edited.yaml", *args]
     elif not row.whole:
-        cold = [] if row.warm or row.recipe == "plain.yaml" else ["--data.cache_dir", str(tmp_path / "cold")]
+        cold = [] if row.recipe == "plain.yaml" else ["--data.cache_dir", str(tmp_path / "cold")]
         args = ["fit", "--config", row.recipe, *cold, *args]
     if row.prepare is not None:
         row.prepare(folder, monkeypatch)
@@ -117,10 +116,8 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder
 
 LAUNCHERS = [
     ({"WORLD_SIZE": "abc"}, r"^WORLD_SIZE='abc': .* whole number: .* `unset WORLD_SIZE`$"),
-    ({"LOCAL_RANK": "-1"}, "^LOCAL_RANK='-1'"),
     ({"NODE_RANK": "1.5"}, r"^NODE_RANK='1\.5'"),
     ({"MASTER_PORT": ""}, "^MASTER_PORT=''"),
-    ({"SLURM_NTASKS": "four"}, "^SLURM_NTASKS='four'"),
     ({"LOCAL_WORLD_SIZE": "٤"}, "^LOCAL_WORLD_SIZE='٤'"),
     ({"RANK": "5", "WORLD_SIZE": "2"}, "^RANK=5, WORLD_SIZE=2: ranks count from 0 .* torchrun"),
     ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "^LOCAL_RANK=2, LOCAL_WORLD_SIZE=2: .* `unset LOCAL_RANK"),
@@ -137,20 +134,14 @@ def test_a_variable_that_no_launcher_sets_is_named_with_its_value(variables, lin
 NUMBERS = [
     ({"seed_everything": -1}, "seed_everything=-1", "0 to 4294967295"),
     ({"seed_everything": 2**32}, "seed_everything=4294967296", "0 to 4294967295"),
-    ({"resume": "last"}, "resume=last", "give auto"),
     ({"trainer": [1, 2]}, "trainer=[1, 2]", "settings below it"),
-    ({"data": {"init_args": {"num_workers": 10**24}}}, "data.num_workers=1000", "64 bits"),
     *(
         ({"trainer": {name: value}}, f"trainer.{name}={value}", remedy)
         for name, value, remedy in (
-            ("max_steps", 10**24, "64 bits"),
             ("accumulate_grad_batches", 0, "1 or more"),
             ("val_check_interval", 0, "limit_val_batches: 0"),
             ("check_val_every_n_epoch", 0, "1 or more"),
             ("limit_train_batches", -1, "above 0"),
-            ("log_every_n_steps", -1, "0 for no log"),
-            ("num_sanity_val_steps", -7, "-1 for a whole one"),
-            ("min_steps", -5, "or null"),
             ("num_nodes", 0, "the number of hosts"),
             ("devices", 0, "from 1 to 1024"),
             ("devices", 10_000_000, "from 1 to 1024"),
@@ -167,23 +158,6 @@ def test_a_number_on_which_lightning_would_fail_later_is_refused(options, value,
         check_options(options)
     assert str(caught.value).startswith(value)
     assert remedy in str(caught.value)
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_start_that_fails_says_whether_a_port_is_taken_or_others_are_missing(folder, capsys, monkeypatch, taken):
-    monkeypatch.chdir(folder)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "NODE_RANK": "0"}
-        for name, value in (environment | {"WORLD_SIZE": "1" if taken else "2", "LOCAL_RANK": "0"}).items():
-            monkeypatch.setenv(name, value)
-        if not taken:
-            server.close()
-        strategy = ["--trainer.strategy", "FSDP2Strategy", "--trainer.strategy.timeout_seconds", "1"]
-        devices = [] if taken else ["--trainer.devices", "2"]
-        lines = stderr_of(["fit", "--config", "small.yaml", *strategy, *devices], capsys, monkeypatch)
-    expected = (f"MASTER_PORT={port}", "unset it") if taken else ("waited in vain", "timeout_seconds higher")
-    assert all(word in lines[-1] for word in expected), lines
 
 
 def test_a_file_is_refused_by_its_own_rights_and_a_device_needs_none_in_its_folder(tmp_path, monkeypatch):
@@ -207,5 +181,7 @@ def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_
             raise OSError(28, "No space left on device", "runs/log")
     with pytest.raises(UsageError, match=r"^No `val_dataloader\(\)` method$"), usage_errors(lambda: None):
         raise MisconfigurationException("No `val_dataloader()`\n    method ")
+    with pytest.raises(UsageError, match=r"^the processes have not met: .*EADDRINUSE"), usage_errors(lambda: None):
+        raise torch.distributed.DistNetworkError("port: 29500, code: -98,\n name: EADDRINUSE")
     with pytest.raises(PermissionError), usage_errors(lambda: None):
         raise PermissionError(13, "Permission denied", "a file of the user's own code")

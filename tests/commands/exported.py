@@ -9,8 +9,7 @@ from harness.preloaded import python
 from models.decoders import build
 
 from lightning_tricks.checkpoints.load_weights import architecture
-from lightning_tricks.data.bpe import train_bpe
-from lightning_tricks.data.saved_tokenizer import tokenizer_record
+from lightning_tricks.data.tokenizer import tokenizer_record, train_bpe
 from lightning_tricks.models import DecoderConfig
 
 TEXT = "def parse(text):\n    return [int(word) for word in text.split(',')]\n" * 20

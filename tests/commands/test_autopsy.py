@@ -90,7 +90,7 @@ class Run(NamedTuple):
         document, samples = report.documents[0].document, positions(report.samples.runs)
         _, rows = self.rows_of_all()
         whole = joined([rows[sample] for sample in samples], torch.device("cpu"))
-        return whole, (samples.index(document.sample), slice(document.first, document.stop))
+        return whole, (samples.row(document.sample), slice(document.first, document.stop))
 
     @property
     def shard(self) -> Path:
@@ -351,7 +351,7 @@ def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_wi
     bare = TokenData(str(trained.shard), seq_len=64, micro_batch_size=2, seed=3, vocab_size=300)
     bare.setup()
     span = {"step": 0, "sample": 0, "rows": 8, "skipped": []}
-    state = {"samples": 96, "micro_batches": 1, "history": [span], **bare._position.identity}
+    state = {"samples": 96, "micro_batches": 1, "history": [span], **bare._cursor.identity}
     path = changed(trained, tmp_path, TextData=None, TokenData=state)
     report = autopsy(model(), bare, path, 2)
     assert [finding.document.tokens for finding in report.documents] == [64] * 8

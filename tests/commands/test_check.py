@@ -13,7 +13,6 @@ from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.commands.check import checks as listed
 from lightning_tricks.commands.check import machine, run
 from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
@@ -292,13 +291,6 @@ def test_the_number_of_checkpoints_follows_from_the_savers_settings():
     assert saves_of_run(SafeCheckpoint(every_n_train_steps=30), 100, ()) == 4  # 30, 60, 90 and the last step
     assert saves_of_run(SafeCheckpoint(), 100, (50, 100)) == 2
     assert saves_of_run(SafeCheckpoint(every_n_minutes=3), 100, (50,)) is None
-
-
-def test_fit_warns_where_not_even_one_checkpoint_fits(folder, monkeypatch):
-    run = pl.Trainer(**trainer(folder, enable_progress_bar=False))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.warns(UserWarning, match="are free, and the weights of one checkpoint take at least"):
-        check_before_launch(run, module(), tokens(folder), "fit", "cpu")
 
 
 # ---- GPUs, as far as they are known by paths and figures

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.stream_weights import stream_weights
+from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export import compare, load_alone
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
 from lightning_tricks.commands.generate import decoder_from_checkpoint
-from lightning_tricks.data.saved_tokenizer import tokenizer_from_checkpoint
+from lightning_tricks.data.tokenizer import tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import to_plain
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.models import generate as generate_tokens

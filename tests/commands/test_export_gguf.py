@@ -13,8 +13,7 @@ from tokenizers import pre_tokenizers
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.export import compare, gguf_file, gguf_tokenizer, load_gguf_alone
-from lightning_tricks.data.bpe import train_bpe
-from lightning_tricks.data.saved_tokenizer import tokenizer_record
+from lightning_tricks.data.tokenizer import tokenizer_record, train_bpe
 from lightning_tricks.models import GPT2, Llama
 
 

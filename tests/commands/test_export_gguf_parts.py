@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.export import gguf_file, gguf_tokenizer
 from lightning_tricks.commands.export.weight_files import Entry
-from lightning_tricks.data.bpe import train_bpe
-from lightning_tricks.data.saved_tokenizer import SavedTokenizer
+from lightning_tricks.data.tokenizer import SavedTokenizer, train_bpe
 from lightning_tricks.models import Llama
 
 

@@ -17,7 +17,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import load_weights, open_checkpoint
 from lightning_tricks.checkpoints.hf_folder import read_config
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.data.saved_tokenizer import open_tokenizer
+from lightning_tricks.data.tokenizer import open_tokenizer
 from lightning_tricks.models import GPT2, Decoder, Llama, hf_config, hf_family, to_hf
 
 LLAMA = Llama(**SIZES, n_kv_heads=2, rope_theta=5000.0, d_ff=48)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter
-from lightning_tricks.data import positions as module
+from lightning_tricks.data import cursor as module
+from lightning_tricks.data.cursor import BatchHistory, DataCursor, Span
 from lightning_tricks.data.order import SkippedSamples
-from lightning_tricks.data.positions import BatchHistory, DataPosition, Span
 from lightning_tricks.data.shards import TokenStream
 
 PARTS = st.lists(
@@ -42,16 +42,16 @@ def trainer(**values):
 def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_them(parts):
     state, taken, done = None, [], 0
     for steps, size, micro_batches, skipped in parts:
-        position = DataPosition(size, {"seed": 0}, SkippedSamples([[a, a + more] for a, more in skipped]))
+        cursor = DataCursor(size, {"seed": 0}, SkippedSamples([[a, a + more] for a, more in skipped]))
         if state is not None:
-            position.load_state_dict(state)
+            cursor.load_state_dict(state)
         now = trainer(step=done, accumulate_grad_batches=micro_batches, restarts=state is not None)
-        position.begin(now)
+        cursor.begin(now)
         for _ in range(steps):
-            taken.append(position.step_samples(now))
+            taken.append(cursor.step_samples(now))
             now.step += 1
-        state, done = position.state_dict(now), now.step
-    assert [position.samples_of_step(step, state) for step in range(done)] == taken
+        state, done = cursor.state_dict(now), now.step
+    assert [cursor.samples_of_step(step, state) for step in range(done)] == taken
 
 
 @pytest.mark.parametrize(
@@ -61,63 +61,62 @@ def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_th
 def test_a_resume_with_another_batch_says_so_in_one_line(micro_batches, line, monkeypatch):
     said = []
     monkeypatch.setattr(module, "rank_zero_info", said.append)
-    first, now = DataPosition(4, {"seed": 0}, SkippedSamples([])), trainer()
+    first, now = DataCursor(4, {"seed": 0}, SkippedSamples([])), trainer()
     first.begin(now)
     now.step = 4
-    second = DataPosition(2, {"seed": 0}, SkippedSamples([]))  # 2 micro-batches of 2 are the same batch
+    second = DataCursor(2, {"seed": 0}, SkippedSamples([]))  # 2 micro-batches of 2 are the same batch
     second.load_state_dict(first.state_dict(now))
     second.begin(trainer(step=4, accumulate_grad_batches=micro_batches, restarts=True))
     assert said == line
 
 
-@pytest.mark.parametrize("skipped", [[], [[3, 5], [40, 47]]])
-def test_a_run_that_never_changes_has_one_span_however_often_it_resumes(skipped):
-    state = None
+def test_a_run_that_never_changes_has_one_span_however_often_it_resumes():
+    state, skipped = None, [[3, 5], [40, 47]]
     for done in (0, 4, 8):
-        position = DataPosition(2, {}, SkippedSamples(skipped))
+        cursor = DataCursor(2, {}, SkippedSamples(skipped))
         if state is not None:
-            position.load_state_dict(state)
+            cursor.load_state_dict(state)
         now = trainer(step=done, accumulate_grad_batches=4, restarts=state is not None)
-        position.begin(now)
+        cursor.begin(now)
         now.step = done + 4
-        state = position.state_dict(now)
+        state = cursor.state_dict(now)
     assert state["history"] == [{"step": 0, "sample": 0, "rows": 8, "skipped": skipped}]
 
 
 def test_steps_of_other_data_are_not_told():
     state = {"samples": 80, "micro_batches": 1, "history": [Span(0, 0, 8).__dict__], "seed": 1}
-    position = DataPosition(8, {"seed": 0}, SkippedSamples(None))
+    cursor = DataCursor(8, {"seed": 0}, SkippedSamples(None))
     with pytest.raises(UsageError, match=r"other data settings \(seed 1 -> 0\): give the recipe"):
-        position.samples_of_step(5, state)
-    position.load_state_dict(state)
+        cursor.samples_of_step(5, state)
+    cursor.load_state_dict(state)
     now = trainer(step=10, restarts=True)
     with pytest.warns(UserWarning, match="other data settings"):
-        position.begin(now)
-    later = position.state_dict(now)
+        cursor.begin(now)
+    later = cursor.state_dict(now)
     assert later["history"] == [{"step": 10, "sample": 80, "rows": 8, "skipped": []}]
-    assert position.samples_of_step(10, later) == [(80, 87)]
+    assert cursor.samples_of_step(10, later) == [(80, 87)]
     with pytest.raises(UsageError, match=r"step=9: the run took these data from step 10 on \(before it, the run took"):
-        position.samples_of_step(9, later)
+        cursor.samples_of_step(9, later)
 
 
 def test_after_a_checkpoint_without_a_state_of_these_data_the_history_begins_there():
-    position = DataPosition(8, {}, SkippedSamples(None))
+    cursor = DataCursor(8, {}, SkippedSamples(None))
     now = trainer(step=5, restarts=True)
-    position.begin(now)
-    assert position.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
+    cursor.begin(now)
+    assert cursor.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
     now.step = 9
-    position.begin(now)  # a second fit of the same Trainer
-    assert position.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
+    cursor.begin(now)  # a second fit of the same Trainer
+    assert cursor.state_dict(now)["history"] == [{"step": 5, "sample": 40, "rows": 8, "skipped": []}]
 
 
 def test_while_overfitting_no_step_has_samples_of_its_own():
-    state = DataPosition(8, {}, SkippedSamples(None)).state_dict(trainer(step=5, overfit_batches=2))
+    state = DataCursor(8, {}, SkippedSamples(None)).state_dict(trainer(step=5, overfit_batches=2))
     assert state["history"] == []
     with pytest.raises(UsageError, match=r"step=3: the checkpoint does not tell the samples of any step"):
         BatchHistory.of_state(state["history"]).runs(3)
 
 
-def test_a_position_belongs_to_the_document_after_the_end_of_text_tokens_before_it(tmp_path):
+def test_a_token_belongs_to_the_document_after_the_end_of_text_tokens_before_it(tmp_path):
     with ShardWriter(tmp_path, "train", 256, shard_tokens=4) as writer:
         writer.append(np.array([5, 0, 6, 0, 7, 8, 0]))
     stream = TokenStream(sorted(tmp_path.glob("*.bin")))

@@ -36,7 +36,7 @@ def test_input_and_labels_do_not_share_memory():
     assert torch.equal(batch["labels"], before)
 
 
-def test_document_ids_count_the_ends_before_a_position():
+def test_document_ids_count_the_ends_before_a_token():
     rows = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 2, 3, 4, 5, 6]])
     assert document_ids(rows, eot_id=0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     assert document_ids(rows, eot_id=0).dtype == np.int32
@@ -104,15 +104,15 @@ def test_batches_say_where_their_rows_start(dataset):
 
 
 @pytest.mark.parametrize(
-    "positions",
+    "first_rows",
     [range(0, 3000, 3), range(5, 9000, 12), [7, 7, 4, 1, 100, 93, 86, 79], [0, 3, 6, 9, 12, 40, 43, 46, 3, 0]],
 )
-def test_a_micro_batch_has_its_own_rows_whatever_was_asked_for_before(positions):
+def test_a_micro_batch_has_its_own_rows_whatever_was_asked_for_before(first_rows):
     order = WindowOrder(1000, 7, seed=0)
     batches, ahead = TrainBatches(Tokens(range(1000)), order, 3, None), 0
-    for position in positions:
-        expected = order.starts(np.arange(position, position + 3))
+    for first_row in first_rows:
+        expected = order.starts(np.arange(first_row, first_row + 3))
         # asked once: twice would end the equal distances at which the next ones are computed ahead
-        assert batches[position]["input_ids"][:, 0].tolist() == expected.tolist()
+        assert batches[first_row]["input_ids"][:, 0].tolist() == expected.tolist()
         ahead = max(ahead, len(batches._ahead))
-    assert (ahead > 0) == (len(positions) > 8)
+    assert (ahead > 0) == (len(first_rows) > 8)

@@ -82,12 +82,12 @@ def test_a_text_as_long_as_one_row_and_its_target_is_enough():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=6), st.integers(0, 60))
-def test_positions_and_indices_are_those_of_a_list_without_the_skipped_ones(ranges, position):
+def test_positions_and_rows_are_those_of_a_list_without_the_skipped_ones(ranges, position):
     pairs = [[first, first + more] for first, more in ranges]
     left = [p for p in range(200) if not any(first <= p <= last for first, last in pairs)]
     skipped = SkippedSamples(pairs)
     assert skipped.positions(np.arange(len(left) - 90)).tolist() == left[:-90]
-    assert skipped.index(position) == sum(p < position for p in left)
+    assert skipped.row(position) == sum(p < position for p in left)
     runs = skipped.runs(5, 30)
     assert [p for first, last in runs for p in range(first, last + 1)] == left[5:35]
     assert all(before[1] + 1 < after[0] for before, after in itertools.pairwise(runs))

@@ -64,34 +64,23 @@ def test_nanogpt_s_headerless_file_is_read_when_told_so(tmp_path):
         open_shard(path, "nanogpt")
 
 
-def test_a_shard_cut_short_is_named_with_both_counts(write_shard):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw[:-20], r"train_000000.bin: cut short, 90 tokens where its header says 100"),
+        (lambda raw: raw[:40], "wrong magic"),
+        (lambda raw: raw[:4] + b"\x09" + raw[5:], "version 9"),
+        (lambda raw: b"", "wrong magic None"),
+    ],
+)
+def test_a_shard_that_is_not_whole_is_named(write_shard, change, message):
     path = write_shard(np.arange(100))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UsageError, match=r"train_000000.bin: cut short, 90 tokens where its header says 100"):
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UsageError, match=message):
         open_shard(path)
 
 
-def test_a_header_alone_too_short_or_of_another_version_is_refused(tmp_path, write_shard):
-    path = write_shard([1, 2, 3])
-    raw = bytearray(path.read_bytes())
-    path.write_bytes(raw[:40])
-    with pytest.raises(UsageError, match="wrong magic"):
-        open_shard(path)
-    raw[4] = 9
-    path.write_bytes(raw)
-    with pytest.raises(UsageError, match="version 9"):
-        open_shard(path)
-    path.write_bytes(b"")
-    with pytest.raises(UsageError, match="wrong magic None"):
-        open_shard(path)
-
-
-def test_a_missing_shard_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"shard .*none.bin: cannot be read \(No such file"):
-        open_shard(tmp_path / "none.bin")
-
-
-def test_a_shard_whose_writer_was_interrupted_is_refused(tmp_path):
+def test_a_shard_whose_writer_was_interrupted_or_that_is_missing_is_refused(tmp_path):
     def interrupted():
         with ShardWriter(tmp_path, "train", 256) as writer:
             writer.append(np.arange(100))
@@ -101,6 +90,8 @@ def test_a_shard_whose_writer_was_interrupted_is_refused(tmp_path):
         interrupted()
     with pytest.raises(UsageError, match="100 tokens where its header says 0"):
         open_shard(tmp_path / "train_000000.bin")
+    with pytest.raises(UsageError, match=r"shard .*none.bin: cannot be read \(No such file"):
+        open_shard(tmp_path / "none.bin")
 
 
 def test_a_fingerprint_depends_on_sizes_and_sampled_blocks_and_on_no_name(tmp_path):

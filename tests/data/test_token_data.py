@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 from harness.models import Small
-from harness.runs import On, fit, trainer_with
+from harness.runs import fit, trainer_with
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
-from lightning_tricks.data.base import IdGuard, Loader
+from lightning_tricks.data.base import Loader, TokenIdCheck
 from lightning_tricks.data.batches import TrainBatches
-from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.cursor import FirstRows
 from lightning_tricks.data.order import WindowOrder
-from lightning_tricks.data.positions import Positions
 from lightning_tricks.data.shards import TokenStream
+from lightning_tricks.data.tokenizer import train_bpe
 
 
 @pytest.fixture
@@ -114,56 +114,32 @@ def test_the_declared_vocabulary_bounds_the_tokenizer_s(text_data, tmp_path):
     assert TokenData(**shards, vocab_size=390).vocab_size == 390
 
 
-def test_an_id_beyond_the_declared_vocabulary_is_named_before_training(write_shard):
-    path = write_shard([1, 2, 99, 3] * 10)
-    data = TokenData(train=str(path), seq_len=8, vocab_size=99)
-    message = rf"^shard {path}, token 2: id 99 does not fit vocab_size, which has 99 tokens; raise vocab_size"
-    with pytest.raises(UsageError, match=message):
-        data.setup()
-
-
-@pytest.mark.long
-def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch):
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("offset", [0, 4])  # of the only row: its first column and its last label
+def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch, offset, num_workers):
     monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
-    ids = np.zeros(400, dtype=int)
-    ids[333] = 200
+    ids = np.zeros(5, dtype=int)
+    ids[offset] = 200
     path = write_shard(ids)
-    for num_workers in (0, 2):
-        data = TokenData(train=str(path), seq_len=8, micro_batch_size=2, vocab_size=200, num_workers=num_workers)
-        data.setup()
-        with pytest.raises(UsageError, match=rf"^shard {path}, token 333: id 200 does not fit vocab_size"):
-            for _ in zip(range(100), data.train_dataloader(), strict=False):
-                pass
-
-
-@pytest.mark.parametrize("sizes", [(200, 300), (300, 200)])
-def test_of_two_vocabularies_the_smaller_one_bounds_the_ids_of_batches(write_shard, monkeypatch, sizes):
-    monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
-    data = TokenData(train=str(write_shard(np.full(9, 250))), seq_len=8, micro_batch_size=1, vocab_size=sizes[0])
+    data = TokenData(train=str(path), seq_len=4, micro_batch_size=1, vocab_size=200, num_workers=num_workers)
     data.setup()
-    data.check_ids(sizes[1], "the model")
-    with pytest.raises(UsageError, match="which has 200 tokens"):
+    data.check_ids(300, "the model")  # of two vocabularies the smaller one counts
+    with pytest.raises(UsageError, match=rf"^shard {path}, token {offset}: id 200 does not fit vocab_size"):
         next(iter(data.train_dataloader()))
 
 
-def test_a_batch_s_first_column_and_last_label_are_looked_at(write_shard, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
-    for position in (0, 4):  # of the only row
-        ids = np.zeros(5, dtype=int)
-        ids[position] = 200
-        data = TokenData(train=str(write_shard(ids)), seq_len=4, micro_batch_size=1, vocab_size=200)
-        data.setup()
-        with pytest.raises(UsageError, match=f"token {position}: id 200"):
-            next(iter(data.train_dataloader()))
-
-
-def test_a_tokenizer_too_small_for_the_shards_is_named(write_shard, tmp_path):
+def test_an_id_beyond_the_vocabulary_is_named_before_training(write_shard, tmp_path):
+    path = write_shard([1, 2, 299, 3] * 10, vocab_size=400)
     train_bpe(["some text"], 260).save(str(tmp_path / "small.json"))
-    data = TokenData(
-        train=str(write_shard([1, 300] * 20, vocab_size=400)), seq_len=8, tokenizer=str(tmp_path / "small.json")
-    )
-    with pytest.raises(UsageError, match=r"token 1: id 300 does not fit the tokenizer, which has 260 tokens"):
-        data.setup()
+    for options, whose in (
+        ({"vocab_size": 299}, "vocab_size, which has 299 tokens; raise vocab_size"),
+        ({"tokenizer": str(tmp_path / "small.json")}, "the tokenizer, which has 260 tokens"),
+    ):
+        data = TokenData(train=str(path), seq_len=8, **options)
+        with pytest.raises(UsageError, match=rf"^shard {path}, token 2: id 299 does not fit {whose}"):
+            data.setup()
+        with pytest.raises(UsageError, match=rf"^shard {path}, token 2: id 299 does not fit"):
+            data.check_sample(None)
 
 
 def test_a_tokenizer_that_did_not_write_text_data_s_shards_is_found_out(text_data, tmp_path):
@@ -241,7 +217,7 @@ def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(
     rows = []
     for num_workers in (0, 2):
         end, served = 4, []
-        loader = Loader(batches, lambda: Positions(lambda: range(2, 2 + end)), num_workers, IdGuard())  # noqa: B023
+        loader = Loader(batches, lambda: FirstRows(lambda: range(2, 2 + end)), num_workers, TokenIdCheck())  # noqa: B023
         for batch in loader:
             served.append(batch["input_ids"].tolist())
             if len(served) == 2:
@@ -267,18 +243,5 @@ def test_where_there_is_cuda_batches_are_pinned_unless_the_trainer_has_another_d
     stream = TokenStream([write_shard(np.arange(200))])
     batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
     trainer = device and SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
-    assert len(list(Loader(batches, lambda: range(3), num_workers, IdGuard(), trainer))) == 3
+    assert len(list(Loader(batches, lambda: range(3), num_workers, TokenIdCheck(), trainer))) == 3
     assert any(pinned) == pins
-
-
-def test_a_run_on_the_cpu_pins_nothing_where_there_is_cuda(write_shard, monkeypatch):
-    path = str(write_shard(np.arange(200)))
-    data = TokenData(train=path, val=path, seq_len=8, micro_batch_size=2)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned"))
-
-    validated = []
-    model = Small(loss=lambda module, batch: module.net[0].weight.sum())
-    model.validation_step = lambda batch, batch_idx: validated.append(batch_idx)
-    see_cuda = On(on_fit_start=lambda *_: monkeypatch.setattr(torch.cuda, "is_available", lambda: True))
-    fit(model, see_cuda, data=data, max_steps=2, limit_val_batches=1, val_check_interval=2)
-    assert validated

@@ -65,7 +65,7 @@ def test_a_new_run_has_the_weights_and_nothing_else(source, tmp_path, caplog):
     assert same(start.weights, weights)
     assert (start.step, start.moments) == (0, [])
     (said,) = [record.getMessage() for record in caplog.records if "init_from" in record.getMessage()]
-    left = "left out: the optimizer's state, step 2, the position in the data"
+    left = "left out: the optimizer's state, the step and the position in the data"
     assert said == f"init_from={path}: 4 of its 4 weights loaded; {left}"
 
 

@@ -665,7 +665,7 @@ def test_a_checkpoint_of_other_weights_names_the_first_key(tmp_path):
     fit(every(2, tmp_path), steps=2)
     model = Model()
     model.net.append(torch.nn.Linear(1, 1))
-    with pytest.raises(UsageError, match=r"of another model than the recipe's Model: it lacks \"net.3.weight\" and 1"):
+    with pytest.raises(UsageError, match=r"of another model than the recipe's Model: Missing key.*: \"net.3.weight\""):
         fit(SafeCheckpoint(tmp_path), model=model, ckpt_path=tmp_path / "last.ckpt")
     assert "load_state_dict" not in vars(model)  # what was replaced is back
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import FSDP2Strategy, ResumingTensorBoardLogger, SampleText, generate
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.data.bpe import train_bpe
+from lightning_tricks.data.tokenizer import train_bpe
 from lightning_tricks.models import GPT2, Decoder, Llama, Sampling
 from lightning_tricks.models.generate import continue_rows
 

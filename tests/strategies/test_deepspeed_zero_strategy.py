@@ -37,7 +37,6 @@ from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
 from lightning_tricks.strategies.consolidate_deepspeed import read_layout
 from lightning_tricks.strategies.deepspeed_zero_strategy import (
-    differing_weights,
     fitting_sizes,
     load_deepspeed,
     refuse_settings,
@@ -639,16 +638,6 @@ def test_a_clip_of_the_modules_own_is_warned_of_and_the_mixins_is_not(monkeypatc
     said = [str(warning.message) for warning in recwarn if "engine" in str(warning.message)]
     line = "Clips.configure_gradient_clipping has no effect under DeepSpeed: its engine clips, by"
     assert said == [f"{line} trainer.gradient_clip_val"]
-
-
-def test_the_first_weight_that_differs_is_named():
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    weights = module.state_dict()
-    assert differing_weights(module, weights) is None
-    assert differing_weights(module, {}) == "'0.weight' has shape (2, 2) here and None there"
-    assert differing_weights(module, {**weights, "more": torch.ones(1)}) == "'more' has shape None here and (1,) there"
-    other = {**weights, "1.weight": torch.ones(3)}
-    assert differing_weights(module, other) == "'1.weight' has shape (2, 2) here and (3,) there"
 
 
 def test_small_models_get_small_buffers_and_shard_all_their_matrices():

@@ -20,7 +20,7 @@ from lightning_tricks.commands.autopsy.documents import (
     rows_of,
     samples_of_step,
 )
-from lightning_tricks.data.base import ShardData
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.language_model import LanguageModel
 
 SHOWN = 100  # characters of a document's text
@@ -174,7 +174,7 @@ def _check_kinds(module: Any, data: Any) -> None:
         )
     if not module.automatic_optimization:
         raise UsageError(f"autopsy: {type(module).__name__} steps its optimizers itself, so its steps have no batch")
-    if not isinstance(data, ShardData):
+    if not isinstance(data, TokenDataModule):
         kind = "none" if data is None else type(data).__name__
         raise UsageError(f"autopsy: data={kind}: its batches have no sample positions; TextData's and TokenData's have")
 

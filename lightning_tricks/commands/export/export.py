@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._host.writable import check_folder
-from lightning_tricks.checkpoints.stream_weights import StreamedWeights, stream_weights
+from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export.compare import (
     TEXT,
@@ -47,7 +47,7 @@ from lightning_tricks.commands.export.model_card import (
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
 from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
-from lightning_tricks.data.saved_tokenizer import find_record
+from lightning_tricks.data.tokenizer import find_record
 from lightning_tricks.models import DecoderConfig, fold_factors, hf_family, hf_weights
 from lightning_tricks.models.hf_adapter import HFWeight
 

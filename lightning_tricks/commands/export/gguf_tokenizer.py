@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import SavedTokenizer
-from lightning_tricks.data.bpe import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, not_plain, split_pattern
+from lightning_tricks.data.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, not_plain, split_pattern
 
 # Types of tokens, as in `TokenType` of the package gguf
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.quote import markdown_block, markdown_code, markdown_text
-from lightning_tricks.data.positions import BatchHistory
+from lightning_tricks.data.cursor import BatchHistory
 from lightning_tricks.logs.scalars import read_scalars
 
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}

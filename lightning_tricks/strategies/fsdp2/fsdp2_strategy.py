@@ -17,8 +17,7 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.checkpoints.averages import AVERAGES
-from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits

@@ -24,9 +24,15 @@ from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks.checkpoints.averages import AVERAGES
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
-from lightning_tricks.checkpoints.open_checkpoint import ALL, WITHOUT_OPTIMIZERS, KeyPath, by_index, open_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import (
+    ALL,
+    AVERAGES,
+    WITHOUT_OPTIMIZERS,
+    KeyPath,
+    by_index,
+    open_checkpoint,
+)
 from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
 from lightning_tricks.optim.keep_settings_on_load import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit

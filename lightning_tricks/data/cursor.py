@@ -1,4 +1,4 @@
-"""The position of a run in its data: the rows consumed at the last optimizer step, and the rows of the next ones.
+"""The cursor of a run in its data: the rows consumed at the last optimizer step, and the rows of the next ones.
 
 A step takes the next global batch of rows, however that is split into processes and micro-batches, so that any split
 resumes any other. Lightning's own batch counters do not suffice: they depend on the number of processes and on how many
@@ -36,7 +36,7 @@ class Span:
     def runs(self, step: int) -> Runs:
         """First and last position of each unbroken run of samples in a step; the first step of all is 0."""
         skipped = SkippedSamples(self.skipped)
-        return skipped.runs(skipped.index(self.sample) + (step - self.step) * self.rows, self.rows)
+        return skipped.runs(skipped.row(self.sample) + (step - self.step) * self.rows, self.rows)
 
     def goes_on_from(self, before: "Span") -> bool:
         """Whether `before` would have taken the same samples."""
@@ -81,7 +81,7 @@ class BatchHistory:
         before = places[0] if not self.spans or self.spans[0].step else 0
         parts = zip(self.spans, places, places[1:], strict=False)
         return before + sum(
-            skipped.index(end) - skipped.index(first)
+            skipped.row(end) - skipped.row(first)
             for span, first, end in parts
             for skipped in [SkippedSamples(span.skipped)]
         )
@@ -111,16 +111,16 @@ class BatchHistory:
 ENDLESS = 1 << 48  # steps: more than any run takes, and a range of them costs nothing
 
 
-def micro_batch_positions(
+def first_rows(
     start: int, steps: int, micro_batches: int, micro_batch_size: int, rank: int = 0, world: int = 1
 ) -> range:
-    """Position of the first row of each of this process's micro-batches.
+    """The first row of each of this process's micro-batches.
 
-    From `start` on, each step takes `world * micro_batches * micro_batch_size` consecutive positions, of which
+    From row `start` on, each step takes `world * micro_batches * micro_batch_size` consecutive rows, of which
     micro-batch m of rank r takes `micro_batch_size` from `(m * world + r) * micro_batch_size` on.
 
     Returns:
-        `steps * micro_batches` positions, `world * micro_batch_size` apart.
+        `steps * micro_batches` rows, `world * micro_batch_size` apart.
     """
     first, stride = start + rank * micro_batch_size, world * micro_batch_size
     return range(first, first + steps * micro_batches * stride, stride)
@@ -133,7 +133,7 @@ def steps_done(trainer: pl.Trainer) -> int:
     return batch_progress(trainer).total.processed
 
 
-class Positions:
+class FirstRows:
     """First rows of this process's micro-batches up to the run's last step, which may change while they are served.
 
     `now` returns those up to the end of the run as it is known at the moment. Their first one never changes.
@@ -144,12 +144,12 @@ class Positions:
 
     def __iter__(self) -> Iterator[int]:
         index = 0
-        while index < len(positions := self._now()):
-            yield positions[index]
+        while index < len(rows := self._now()):
+            yield rows[index]
             index += 1
 
     def without_end(self) -> range:
-        """The same positions and all after them, to be fetched ahead: the run's end may move there."""
+        """The same rows and all after them, to be fetched ahead: the run's end may move there."""
         now = self._now()
         return range(now.start, now.start + ENDLESS * now.step, now.step)
 
@@ -212,7 +212,7 @@ def refuse_scheduled_accumulation(trainer: pl.Trainer) -> None:
             )
 
 
-class DataPosition:
+class DataCursor:
     """Rows consumed, as a function of the optimizer step; saved and loaded with the checkpoint.
 
     Args:
@@ -247,7 +247,7 @@ class DataPosition:
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The state from which a later run goes on with the next row, however it splits the global batch."""
         plan = accumulation(trainer)
-        state = {"samples": self._position(self.rows(trainer)), "micro_batches": plan.at(steps_done(trainer))}
+        state = {"samples": self._position_of(self.rows(trainer)), "micro_batches": plan.at(steps_done(trainer))}
         if len(plan.starts) > 1:
             state["in_step"] = micro_batches_in_step(trainer, batch_progress(trainer).current.ready)
         return {**state, "history": self.history(trainer).state(), **self.identity}
@@ -260,12 +260,12 @@ class DataPosition:
         for start, end, number in zip(plan.starts, (*plan.starts[1:], ENDLESS), plan.micro_batches, strict=True):
             step = max(start, self._since)
             if step < end:
-                first = self._position(self._rows_before(trainer, step))
+                first = self._position_of(self._rows_before(trainer, step))
                 history = history.extended(Span(step, first, number * at_once, self.skipped.ranges))
         return history
 
-    def _position(self, index: int) -> int:
-        (position,) = self.skipped.positions(np.array([index])).tolist()
+    def _position_of(self, row: int) -> int:
+        (position,) = self.skipped.positions(np.array([row])).tolist()
         return position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class DataPosition:
             return
         self._loaded, self._begun = None, True
         align_accumulation(trainer, state["micro_batches"], state.get("in_step"))
-        self._rows = self.skipped.index(state["samples"])
+        self._rows = self.skipped.row(state["samples"])
         self._steps = self._since = steps_done(trainer)
         changed = self._changed(state)
         self._history = BatchHistory() if changed else BatchHistory.of_state(state["history"])
@@ -314,7 +314,7 @@ class DataPosition:
         return [f"{key} {state.get(key)} -> {now}" for key, now in self.identity.items() if state.get(key) != now]
 
     def samples_of_step(self, step: int, state: dict[str, Any]) -> list[tuple[int, int]]:
-        """See `ShardData.samples_of_step`."""
+        """See `TokenDataModule.samples_of_step`."""
         if changed := self._changed(state):
             raise UsageError(
                 f"the checkpoint's batches came from other data settings ({', '.join(changed)}): give the recipe and "
@@ -333,13 +333,13 @@ class DataPosition:
         first = self._rows + (plan.before(done) - plan.before(self._steps)) * at_once
         return self.skipped.runs(first, plan.at(done) * at_once)  # each asked once: callbacks want it in every step
 
-    def positions(self, trainer: pl.Trainer, windows: int) -> Positions:
+    def first_rows(self, trainer: pl.Trainer, windows: int) -> FirstRows:
         """First rows of this process's micro-batches from the last completed step on; a pass has `windows` rows."""
         (rank, world), plan, rows = data_rank(trainer), accumulation(trainer), self.rows(trainer)
         done, in_pass = steps_done(trainer), windows // self.rows_at_once(trainer)
 
         def now() -> range:
             number = plan.before(done + steps_to_come(trainer, in_pass, done)) - plan.before(done)
-            return micro_batch_positions(rows, number, 1, self.micro_batch_size, rank, world)
+            return first_rows(rows, number, 1, self.micro_batch_size, rank, world)
 
-        return Positions(now)
+        return FirstRows(now)

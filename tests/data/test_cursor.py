@@ -1,6 +1,5 @@
 """Which rows a step takes, as arithmetic: the same for every split of the global batch."""
 
-from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
 
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.data.cursor import ENDLESS, DataCursor, first_rows, steps_to_come
 from lightning_tricks.data.order import SkippedSamples
-from lightning_tricks.data.positions import DataPosition, micro_batch_positions, steps_to_come
 
 NONE = SkippedSamples(None)
 
@@ -20,10 +19,10 @@ def rows_of_steps(start, steps, micro_batches, size, world):
     """The set of rows of each step, over all ranks."""
     result = [set() for _ in range(steps)]
     for rank in range(world):
-        positions = micro_batch_positions(start, steps, micro_batches, size, rank, world)
-        assert len(positions) == steps * micro_batches
-        for number, position in enumerate(positions):
-            rows = set(range(position, position + size))
+        firsts = first_rows(start, steps, micro_batches, size, rank, world)
+        assert len(firsts) == steps * micro_batches
+        for number, first in enumerate(firsts):
+            rows = set(range(first, first + size))
             assert not rows & result[number // micro_batches]
             result[number // micro_batches] |= rows
     return result
@@ -31,8 +30,8 @@ def rows_of_steps(start, steps, micro_batches, size, world):
 
 def test_two_processes_by_two_micro_batches_by_hand():
     # global batch of 8 rows, step 5 starts at row 40
-    assert list(micro_batch_positions(40, 2, 2, 2, rank=0, world=2)) == [40, 44, 48, 52]
-    assert list(micro_batch_positions(40, 2, 2, 2, rank=1, world=2)) == [42, 46, 50, 54]
+    assert list(first_rows(40, 2, 2, 2, rank=0, world=2)) == [40, 44, 48, 52]
+    assert list(first_rows(40, 2, 2, 2, rank=1, world=2)) == [42, 46, 50, 54]
 
 
 @given(
@@ -78,38 +77,35 @@ def loop(ready, completed):
         ({"max_steps": 0}, 0),
         ({"max_epochs": 3, "global_step": 0}, 7),
         ({"max_epochs": 3, "global_step": 16}, 5),
+        ({}, ENDLESS),
+        ({"max_steps": 10, "automatic": False}, ENDLESS),
     ],
 )
 def test_the_loader_knows_how_many_steps_are_to_come(values, steps):
     assert steps_to_come(trainer(**values), pass_micro_batches=7) == steps
 
 
-def test_without_an_end_there_is_no_end():
-    assert steps_to_come(trainer(), 7) > 10**12
-    assert steps_to_come(trainer(max_steps=10, automatic=False), 7) > 10**12
-
-
-def position(size=2):
-    return DataPosition(size, {"seed": 0}, NONE)
+def cursor(size=2):
+    return DataCursor(size, {"seed": 0}, NONE)
 
 
 def test_rows_are_counted_by_step_and_global_batch():
     ranks = {"rank": 1, "num_replicas": 4}
     now = trainer(global_step=10, accumulate_grad_batches=3, distributed_sampler_kwargs=ranks)
-    assert position().rows(now) == 10 * 2 * 3 * 4
+    assert cursor().rows(now) == 10 * 2 * 3 * 4
     span = {"step": 0, "sample": 0, "rows": 24, "skipped": []}
-    assert position().state_dict(now) == {"samples": 240, "micro_batches": 3, "history": [span], "seed": 0}
+    assert cursor().state_dict(now) == {"samples": 240, "micro_batches": 3, "history": [span], "seed": 0}
 
 
 def test_after_a_change_of_the_global_batch_the_rows_before_it_still_count():
-    resumed = position(size=5)
+    resumed = cursor(size=5)
     resumed.load_state_dict({"samples": 240, "micro_batches": 3, "seed": 0, "history": []})
     now = trainer(global_step=10, fit_loop=loop(30, 29))
     resumed.begin(now)
     assert resumed.rows(now) == 240
     now.global_step = 12
     assert resumed.rows(now) == 250
-    assert list(islice(resumed.positions(now, windows=100), 3)) == [250, 255, 260]
+    assert list(islice(resumed.first_rows(now, windows=100), 3)) == [250, 255, 260]
 
 
 def counters(now):
@@ -131,7 +127,7 @@ def counters(now):
 )
 def test_counters_go_back_to_the_last_whole_step(ready, completed, saved, now, expected):
     resumed = trainer(max_steps=100, accumulate_grad_batches=now, fit_loop=loop(ready, completed))
-    place = position()
+    place = cursor()
     place.load_state_dict({"samples": 0, "micro_batches": saved, "seed": 0, "history": []})
     place.begin(resumed)
     assert counters(resumed) == expected
@@ -139,7 +135,7 @@ def test_counters_go_back_to_the_last_whole_step(ready, completed, saved, now, e
 
 def test_a_checkpoint_of_other_data_is_aligned_and_counted_in_today_s_global_batch():
     now = trainer(global_step=2, max_steps=100, accumulate_grad_batches=4, fit_loop=loop(10, 9))
-    place = position()
+    place = cursor()
     place.begin(now)
     assert counters(now) == (8, 8, 8, 8)
     assert place.rows(now) == 2 * 4 * 2
@@ -150,60 +146,51 @@ def test_the_last_batch_of_a_shorter_run_is_not_the_last_of_a_longer_one():
         now = trainer(global_step=2, max_steps=max_steps, limit_train_batches=limit, accumulate_grad_batches=4)
         now.fit_loop = loop(ready, ready - 1)
         now.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-        position().begin(now)
+        cursor().begin(now)
         assert now.fit_loop.epoch_loop.batch_progress.is_last_batch is expected
         assert counters(now) == (ready, ready, ready, ready - 1)
 
 
-def test_overfitting_starts_at_row_0_each_time():
-    now = trainer(global_step=10, overfit_batches=2, max_steps=20)
-    assert position().rows(now) == 0
-    assert next(iter(position().positions(now, windows=100))) == 0
-
-
-def test_a_loaded_position_counts_for_one_fit_alone():
+def test_a_loaded_cursor_counts_for_one_fit_alone():
     def run(step, micro_batches=1):
         now = trainer(global_step=step, accumulate_grad_batches=micro_batches)
         now.fit_loop.restarting = False  # as Lightning says where the checkpoint's epoch was over
         return now
 
-    position = DataPosition(2, {}, NONE)
-    position.load_state_dict({"samples": 40, "micro_batches": 1, "history": []})
-    position.begin(resumed := run(10))
-    assert position.rows(resumed) == 40
-    position.begin(second := run(13))  # a second fit goes on with new rows
-    assert position.rows(second) == 46
-    position.begin(fresh := run(0, micro_batches=3))
-    assert position.rows(fresh) == 0
-    assert position.history(fresh).state() == [{"step": 0, "sample": 0, "rows": 6, "skipped": []}]
+    cursor = DataCursor(2, {}, NONE)
+    cursor.load_state_dict({"samples": 40, "micro_batches": 1, "history": []})
+    cursor.begin(resumed := run(10))
+    assert cursor.rows(resumed) == 40
+    cursor.begin(second := run(13))  # a second fit goes on with new rows
+    assert cursor.rows(second) == 46
+    cursor.begin(fresh := run(0, micro_batches=3))
+    assert cursor.rows(fresh) == 0
+    assert cursor.history(fresh).state() == [{"step": 0, "sample": 0, "rows": 6, "skipped": []}]
 
 
 def test_a_step_names_its_samples_past_those_that_are_skipped():
     now = trainer(global_step=2, accumulate_grad_batches=2)
-    place = DataPosition(3, {}, SkippedSamples([[14, 15], [18, 30]]))
+    place = DataCursor(3, {}, SkippedSamples([[14, 15], [18, 30]]))
     assert place.step_samples(now) == [(12, 13), (16, 17), (31, 32)]  # the third step of six
     now.overfit_batches = 1
     assert place.step_samples(now) is None
 
 
 def test_a_resumed_run_may_skip_other_samples():
-    before = DataPosition(2, {}, SkippedSamples([[1, 4]]))
+    before = DataCursor(2, {}, SkippedSamples([[1, 4]]))
     state = before.state_dict(trainer(global_step=3))
     assert state["samples"] == 10  # 0, 5, 6, 7, 8, 9 are done
-    resumed = DataPosition(2, {}, SkippedSamples([[3, 6], [11, 12]]))
+    resumed = DataCursor(2, {}, SkippedSamples([[3, 6], [11, 12]]))
     resumed.load_state_dict(state)
     now = trainer(global_step=3, fit_loop=loop(3, 3))
     resumed.begin(now)
     assert resumed.step_samples(now) == [(10, 10), (13, 13)]
 
 
-@pytest.mark.parametrize("scheduling", [{0: 4}, {0: 1, 2: 4}])
-def test_a_number_of_micro_batches_that_changes_with_the_epoch_is_refused(scheduling):
-    now = trainer(callbacks=[GradientAccumulationScheduler(scheduling)], fit_loop=loop(0, 0))
+def test_a_number_of_micro_batches_that_changes_with_the_epoch_is_refused():
+    now = trainer(callbacks=[GradientAccumulationScheduler({0: 4})], fit_loop=loop(0, 0))
     now.fit_loop.restarting = False
-    with (
-        pytest.raises(UsageError, match=r"scheduling=\{0: 1, 2: 4\}\): rows would be left out .* BatchSizeWarmup")
-        if (len(scheduling) > 1)
-        else nullcontext()
-    ):
-        position().begin(now)
+    cursor().begin(now)
+    now.callbacks = [GradientAccumulationScheduler({0: 1, 2: 4})]
+    with pytest.raises(UsageError, match=r"scheduling=\{0: 1, 2: 4\}\): rows would be left out .* BatchSizeWarmup"):
+        cursor().begin(now)
