@@ -25,14 +25,14 @@ from lightning_tricks._core.errors import UsageError, one_line_and_exit
 from lightning_tricks._core.quote import printable
 from lightning_tricks._trainer.lightning import rank_zero_info, rank_zero_warn
 from lightning_tricks.cli.next_steps import go_on
+from lightning_tricks.commands.doctor import Report
 from lightning_tricks.commands.export.model_card import model_card, transformers_target
 from lightning_tricks.commands.export.weight_files import Entry, write_weights
-from lightning_tricks.logs.doctor import Report
+from lightning_tricks.commands.runs import Table
+from lightning_tricks.logs.finding import Finding
 from lightning_tricks.logs.ledger_file import LedgerFile, parse
 from lightning_tricks.logs.run import Run
 from lightning_tricks.logs.run_log import RunLog, Series
-from lightning_tricks.logs.runs import Table
-from lightning_tricks.logs.symptoms.finding import Finding
 from lightning_tricks.models import hf_config, to_hf
 from lightning_tricks.monitors.goodput_monitor import FILE
 from lightning_tricks.monitors.tensorboard_dashboard import redirect_page, table

@@ -77,8 +77,8 @@ def plan_published(result: dict[str, Any]) -> dict[str, str]:
 
 def runs(_: Any) -> dict[str, str]:
     """The table of the runs of a small sweep."""
+    from lightning_tricks.commands.runs import Table
     from lightning_tricks.logs.run import find_runs
-    from lightning_tricks.logs.runs import Table
 
     return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text())}
 
@@ -86,7 +86,7 @@ def runs(_: Any) -> dict[str, str]:
 def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
     """What `doctor` found in runs with planted faults, and in healthy ones."""
     from benchmarks.doctor_trials import tables
-    from lightning_tricks.logs.doctor import Report
+    from lightning_tricks.commands.doctor import Report
     from lightning_tricks.logs.run_log import read_log
     from lightning_tricks.logs.symptoms import findings
 

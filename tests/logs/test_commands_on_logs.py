@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from made_logs import TABLE, predicted, run_in
+from made_logs import TABLE, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
@@ -34,15 +34,7 @@ def made(tmp_path_factory):
     (folder / "a.txt").write_text("text")
     ledger_in(folder / "a.jsonl")
     ledger_in(folder / "c.jsonl", 9)
-    rows = {"right": [[-1.0, -2.0]] * 40, "fewer": [[-1.0, -2.0]] * 39, "null": [[-1.0, None]] * 40,
-            "infinite": [[-1.0, float("-inf")]], "nothing": [[None, None]], "positive": [[1.0, -2.0]],
-            "letters": ["a"], "no_rows": []}  # fmt: skip
-    for name, of_file in rows.items():
-        predicted(folder / f"{name}.jsonl", of_file)
     return folder
-
-
-PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
 
 
 @pytest.mark.parametrize(
@@ -87,15 +79,6 @@ PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
         ("compare {}/a {}/b --html {}", "html=.*this is a folder"),
         ("compare {}/a {}/b --html -", "html=-: it is not written to standard output: name a file"),
         ("compare {}/none {}/a {}/b", "none: its log holds no scalars"),
-        ("compare {}/a {}/b --predictions {}/right.jsonl", "predictions: 1 file for 2 groups: give one for each"),
-        (PREDICT + "fewer.jsonl", r"predictions=.*fewer.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
-        (PREDICT + "null.jsonl", "its rows are not those of"),
-        *(
-            (f"{PREDICT}{name}.jsonl", "line 1 holds no log-probabilities of a row")
-            for name in ("infinite", "positive", "letters")
-        ),
-        *((f"{PREDICT}{name}.jsonl", "no token of it counts") for name in ("nothing", "no_rows")),
-        (PREDICT + "no.jsonl", "no.jsonl: No such file"),
         ("verify-resume", "verify-resume: give a recipe with --config RECIPE.yaml"),
         ("verify-resume --config a.yaml --steps few", "invalid int value: 'few'; verify-resume --help"),
         ("verify-resume --config a.yaml --steps 3", "verify-resume: steps=3: give at least 4"),

@@ -7,20 +7,18 @@ import sys
 
 import numpy as np
 import pytest
-from made_logs import predicted, run_in
+from made_logs import run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.answers import json_text
-from lightning_tricks.logs.compare.compared_run import is_seed, outcome_of, read_runs, value_at
-from lightning_tricks.logs.compare.comparison import compare_runs
-from lightning_tricks.logs.compare.curves import draw_in_terminal, ends_shown, group_curves
-from lightning_tricks.logs.compare.intervals import block_means, paired, pooled_spread, student_t, welch, with_spread
-from lightning_tricks.logs.compare.predictions import read_predictions
-from lightning_tricks.logs.compare.report import page, record, text, verdicts
+from lightning_tricks.commands.compare import draw_in_terminal, ends_shown, group_curves, page, record, text, verdicts
+from lightning_tricks.commands.runs import Table
+from lightning_tricks.logs.compared_run import is_seed, outcome_of, read_runs, value_at
+from lightning_tricks.logs.comparison import compare_runs
+from lightning_tricks.logs.intervals import paired, pooled_spread, student_t, welch, with_spread
 from lightning_tricks.logs.page import plot
 from lightning_tricks.logs.run import find_runs
-from lightning_tricks.logs.runs import Table
 
 # ---- made-up runs
 
@@ -119,20 +117,6 @@ def test_groups_of_equal_recipes_differ_in_one_of_twenty_comparisons():
     for _ in range(400):
         shown += welch(random.normal(size=3), random.normal(size=3), 0.95).excludes_zero
     assert shown <= 400 * 0.05 + 3 * math.sqrt(400 * 0.05 * 0.95)
-
-
-def test_blocks_hold_the_true_mean_where_neighbours_are_correlated():
-    """An autoregression of 0.8: intervals that take its values for independent hold the mean in half of the cases."""
-    random, held, naive = np.random.default_rng(1), 0, 0
-    for _ in range(300):
-        noise, values = random.normal(size=400), np.zeros(400)
-        values[0] = noise[0] / 0.6
-        for i in range(1, 400):
-            values[i] = 0.8 * values[i - 1] + noise[i]
-        held += not block_means(values.tolist(), [1] * 400, 0.95).excludes_zero
-        naive += abs(values.mean()) <= 1.96 * values.std() / 20
-    assert held >= 0.9 * 300
-    assert naive <= 0.6 * 300
 
 
 # ---- groups
@@ -261,35 +245,6 @@ def test_intervals_of_several_groups_hold_together(tmp_path):
     assert found.level == pytest.approx(0.975)
     assert found.row.intervals[2].half_width == pytest.approx(welch(a, c, 0.975).half_width)
     assert "over seeds, 97.5 % each, so that all hold together (Bonferroni)" in text(found, [])
-
-
-def test_predictions_of_the_same_rows_are_compared_row_by_row(tmp_path):
-    """By hand: blocks of four rows, each with ten tokens; the first token of a row does not count."""
-    seeds_of(tmp_path, "a", [3.0])
-    seeds_of(tmp_path, "b", [2.9], lr=3e-3)
-    first = [[None, *([-2.0] * (2 + i % 2))] for i in range(40)]
-    second = [[value and value + 0.1 * (1 + i // 4) for value in row] for i, row in enumerate(first)]
-    files = [predicted(tmp_path / "a.jsonl", first), predicted(tmp_path / "b.jsonl", second)]
-    found = compared(tmp_path / "a", tmp_path / "b", predictions=files)
-    (interval,) = found.on_same_rows
-    blocks = -0.1 * np.arange(1, 11)
-    assert interval.difference == pytest.approx(blocks.mean())
-    assert interval.half_width == pytest.approx(student_t(0.975, 9) * blocks.std(ddof=1) / math.sqrt(10))
-    assert "predictions, means of 10 blocks of 40 rows  -0.5500 ± 0.2166" in text(found, [])
-    assert "± on the same rows is half of a 95 % interval over rows" in text(found, [])
-    assert "predictions, means of 10 blocks" in page(found, [])
-    assert record(found, [])["same_rows"]["predictions"]["B"]["high"] == pytest.approx(-0.3334, abs=1e-4)
-    assert found.verdict(1) == "not known"  # which rows do not tell
-    fewer = [predicted(tmp_path / f"{i}.jsonl", first[:39]) for i in range(2)]
-    found = compared(tmp_path / "a", tmp_path / "b", predictions=fewer)
-    assert (found.on_same_rows, record(found, [])["same_rows"]) == ([], {})
-    assert "predictions: fewer than 40 rows are too few for an interval over rows" in found.notes
-
-
-def test_a_token_that_was_sure_counts_and_a_row_without_a_label_does_not(tmp_path):
-    """By hand: a loss of 0 and one of 2 over two tokens, beside a token without a label."""
-    (row,) = read_predictions(predicted(tmp_path / "a.jsonl", [[None], [0.0, -2.0, None]]))
-    assert row == ((0, 0, 1), 2.0, 2)
 
 
 def test_a_run_that_failed_is_worse_and_has_no_interval(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from made_logs import losses, scalar, written
 
 from lightning_tricks import __main__ as door
-from lightning_tricks.logs.doctor import find_run
+from lightning_tricks.logs.run import find_run
 
 # ---- the command
 

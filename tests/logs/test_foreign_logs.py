@@ -25,18 +25,17 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.answers import json_text
+from lightning_tricks.commands.compare import page, text
+from lightning_tricks.commands.compare import record as answer
+from lightning_tricks.commands.doctor import Report
 from lightning_tricks.commands.export.model_card import figures_of_run
-from lightning_tricks.logs.compare.compared_run import read_runs
-from lightning_tricks.logs.compare.comparison import compare_runs
-from lightning_tricks.logs.compare.predictions import read_predictions
-from lightning_tricks.logs.compare.report import page, text
-from lightning_tricks.logs.compare.report import record as answer
-from lightning_tricks.logs.doctor import Report, find_run
+from lightning_tricks.commands.runs import Table
+from lightning_tricks.logs.compared_run import read_runs
+from lightning_tricks.logs.comparison import compare_runs
 from lightning_tricks.logs.ledger_diff import check, compare
 from lightning_tricks.logs.ledger_file import LedgerFile, read_ledger
-from lightning_tricks.logs.run import find_runs
+from lightning_tricks.logs.run import find_run, find_runs
 from lightning_tricks.logs.run_log import read_log
-from lightning_tricks.logs.runs import Table
 from lightning_tricks.logs.symptoms import findings
 from lightning_tricks.monitors.goodput_monitor import read_records
 
@@ -388,7 +387,7 @@ def test_many_tags_and_many_resumes_cost_as_many_looks(tmp_path):
     assert find_runs(tmp_path)[0].best_step == 1
 
 
-# ---- JSON: goodput, ledger, predictions
+# ---- JSON: goodput, ledger
 
 
 lines = st.lists(
@@ -454,20 +453,6 @@ def test_many_starts_of_a_ledger_cost_as_many_looks(tmp_path):
         [{"start": 0}, *({"step": step} for step in range(20_000)), *[{"start": 20_000}] * 20_000]
     )
     assert len(read_ledger(tmp_path / "a").steps) == 20_000
-
-
-@junk
-@given(content=st.one_of(raw, lines.map(lambda each: "\n".join(each).encode("utf-8", "surrogatepass"))), row=values)
-@example(content=b"[" * 100_000, row=[10**400])
-@example(content=b"\xef\xbb\xbf{}", row=[[[-1.0]]])
-def test_any_predictions_are_read_or_one_line(content, row):
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        file = Path(folder, "p.jsonl")
-        for words in (content, json.dumps({"batch": 0, "row": 0, "prediction": row}).encode()):
-            file.write_bytes(words)
-            with one_line():
-                read_predictions(str(file))
 
 
 # ---- links

@@ -17,10 +17,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from lightning_tricks import __main__ as door
 from lightning_tricks.callbacks import TensorBoardDashboard
+from lightning_tricks.commands.runs import Table
 from lightning_tricks.loggers import ResumingCSVLogger, ResumingTensorBoardLogger
 from lightning_tricks.logs import run as run_module
-from lightning_tricks.logs.run import ACTIVE_SECONDS, Run, find_runs, flat, read_run
-from lightning_tricks.logs.runs import COLUMNS, Table, differing
+from lightning_tricks.logs.run import ACTIVE_SECONDS, COLUMNS, Run, differing, find_runs, flat, read_run
 from lightning_tricks.logs.scalars import read_scalars
 
 ENDED = "_hparams_/session_end_info"

@@ -12,8 +12,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.logs.doctor import find_run
 from lightning_tricks.logs.ledger_file import LedgerFile
+from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import read_log
 
 

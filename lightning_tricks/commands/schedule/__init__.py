@@ -36,7 +36,7 @@ def run(
     from lightning_tricks.commands.schedule.curves import NamedPlan
     from lightning_tricks.commands.schedule.plan import planned
     from lightning_tricks.commands.schedule.terminal import draw_in_terminal
-    from lightning_tricks.logs.terminal import shows_color, shows_unicode
+    from lightning_tricks.logs.table import shows_color, shows_unicode
 
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
-from lightning_tricks.logs.table import human, unit
-from lightning_tricks.logs.terminal import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves
+from lightning_tricks.logs.table import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves, human, unit
 
 if TYPE_CHECKING:  # it imports torch
     from lightning_tricks.commands.schedule.plan import Phase, Plan
