@@ -22,8 +22,9 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
-from lightning_tricks.commands.autopsy.autopsy import autopsy
-from lightning_tricks.commands.autopsy.documents import documents_of, joined, rows_of
+from lightning_tricks.commands.autopsy import autopsy, documents_of, joined, rows_of
+from lightning_tricks.data import ShardWriter
+from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import HEADER_INTS
 
 DECODER = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
@@ -294,12 +295,9 @@ def changed(trained: Run, tmp_path: Path, **entries: Any) -> Path:
 
 def test_modules_data_and_checkpoints_that_lack_something_are_refused(trained, tmp_path):
     data = text_data(trained.folder)
-    manual = model()
-    manual.automatic_optimization = False
     bare = TokenData(str(trained.shard), seq_len=64, micro_batch_size=2, seed=3, eot_id=0)
     cases = [
         (pl.LightningModule(), data, {}, "model=LightningModule is no LanguageModel"),
-        (manual, data, {}, "LanguageModel steps its optimizers itself"),
         (model(), None, {}, "data=none: its batches have no sample positions"),
         (model(), pl.LightningDataModule(), {}, "data=LightningDataModule: its batches have no sample positions"),
         (model(), bare, {}, "it holds no state of TokenData"),
@@ -355,3 +353,24 @@ def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_wi
     report = autopsy(model(), bare, path, 2)
     assert [finding.document.tokens for finding in report.documents] == [64] * 8
     assert all(finding.text.startswith("token ids ") and finding.file is None for finding in report.documents)
+
+
+# ---- the parts, by hand
+
+
+def test_a_document_ends_with_its_end_of_text_token(tmp_path):
+    ids = np.array([5, 6, 0, 7, 8, 9, 0, 0, 4, 3, 2])
+    with ShardWriter(tmp_path, "train", 256) as writer:
+        writer.append(ids)
+    data = TokenData(str(tmp_path / "train_*.bin"), seq_len=10, eot_id=0)
+    data.setup()
+    rows = data.training_rows()
+    assert WindowOrder(11, 10, 0).starts(np.array([0])).tolist() == [0]
+    batch = rows[0]
+    found = documents_of(rows, [0], [batch], 0)
+    # the row's first token, 5, has no loss
+    assert [document.ids.tolist() for document in found] == [[6, 0], [7, 8, 9, 0], [0], [4, 3, 2]]
+    assert [(document.first, document.stop, document.token) for document in found] == [
+        (0, 2, 1), (2, 6, 3), (6, 7, 7), (7, 10, 8),
+    ]  # fmt: skip
+    assert len(documents_of(rows, [0], [batch], None)) == 1

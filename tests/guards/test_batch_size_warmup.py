@@ -30,7 +30,7 @@ from lightning_tricks.callbacks import (
     SpikeRollback,
     StepGuard,
 )
-from lightning_tricks.commands.autopsy.documents import samples_of_step
+from lightning_tricks.commands.autopsy import samples_of_step
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size_warmup import LearningRates, doubling, first_steps
 from lightning_tricks.mixins import OptimizerMixin

@@ -53,7 +53,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """The plan of a run; `steps`, and the tuples of the same length, say what each of some steps does.
 
     Args:
@@ -95,7 +95,9 @@ class Plan:
         return max(self.lr)
 
 
-def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Iterable[int] | None = None) -> Plan:
+def planned(
+    module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Iterable[int] | None = None
+) -> SchedulePlan:
     """The plan of a run. Draws no weights and needs none of the recipe's devices; `module` stays as it is.
 
     Args:
@@ -120,7 +122,7 @@ def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Ite
     batch = _Batch(settings, plan)
     permanent = batch.permanent_saves(total)
     saves = {step for every in settings.save_every for step in _multiples(every, total)}
-    return Plan(
+    return SchedulePlan(
         total_steps=total,
         steps=tuple(chosen),
         groups=curves(chosen),
@@ -372,21 +374,12 @@ def _own_scheduler(module: Any) -> Any:
     if config is None:
         return ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
     config = config if isinstance(config, dict) else {"scheduler": config}
-    scheduler, interval, frequency = config["scheduler"], config.get("interval", "epoch"), config.get("frequency", 1)
-    if not getattr(module, "automatic_optimization", True):
+    scheduler = config["scheduler"]
+    by_steps = config.get("interval") == "step" and config.get("frequency", 1) == 1 and module.automatic_optimization
+    if not by_steps or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            f"schedule: model={name} optimizes manually and steps its {type(scheduler).__name__} itself: only a run "
-            "tells when"
-        )
-    if frequency != 1:
-        raise UsageError(
-            f"schedule: {type(scheduler).__name__} of model={name} has frequency {frequency}, which counts "
-            "micro-batches of an epoch: give it frequency 1"
-        )
-    if interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise UsageError(
-            f"schedule: {type(scheduler).__name__} of model={name} changes the learning rate by {interval}: a recipe "
-            "does not tell the steps of an epoch, or the losses; give it interval step"
+            f"schedule: {type(scheduler).__name__} of model={name}: only a run tells when it steps: a plan needs "
+            "interval step, frequency 1 and automatic optimization"
         )
     return scheduler
 

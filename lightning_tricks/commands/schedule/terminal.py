@@ -2,25 +2,84 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
+import numpy as np
+
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.table import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves, human, unit
 
 if TYPE_CHECKING:  # it imports torch
-    from lightning_tricks.commands.schedule.plan import Phase, Plan
+    from lightning_tricks.commands.schedule.plan import Phase, SchedulePlan
 
+Axis = Literal["steps", "tokens"]
 _LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
 _LEAST_HEIGHT, _MOST_HEIGHT = 6, 24
+_NAMES = 2  # of groups in a label; the others are counted
 _SPARSE = 3  # columns for each letter, so that a row of them can be read
+
+
+@dataclass(frozen=True)
+class NamedPlan:
+    """A plan with the name of its recipe."""
+
+    name: str
+    plan: "SchedulePlan"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a picture.
+
+    Args:
+        label: groups that it stands for.
+        x: steps, or tokens seen before them.
+        y: values.
+        recipe: number of the recipe, from 0.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    recipe: int
+
+
+def lr_lines(plans: Sequence[NamedPlan], axis: Axis) -> list[Line]:
+    """The learning rates: a line for all groups of a plan that have the same one."""
+    lines = []
+    for number, named in enumerate(plans):
+        same: dict[tuple[float, ...], tuple[list[str], float]] = {}
+        for group in named.plan.groups:
+            same.setdefault(group.lr, ([], group.lr_scale))[0].append(group.name)
+        for lr, (names, scale) in same.items():
+            label = ", ".join(names[:_NAMES]) + (f" +{len(names) - _NAMES}" if len(names) > _NAMES else "")
+            label = label if len(plans) == 1 else f"{named.name}: {label}"
+            scaled = f" (lr x {scale:.4g})" if scale != 1 else ""
+            lines.append(Line(label + scaled, positions(named.plan, axis), lr, number))
+    return lines
+
+
+def positions(plan: "SchedulePlan", axis: Axis) -> tuple[float, ...]:
+    """The place of each of a plan's `steps` on the axis."""
+    if axis == "steps":
+        return tuple(map(float, plan.steps))
+    if plan.tokens is None:
+        raise UsageError("schedule: x=tokens: the data module does not tell its tokens: give x=steps")
+    return tuple(map(float, plan.tokens))
+
+
+def place_of(plan: "SchedulePlan", step: int, axis: Axis) -> float:
+    """The place of any step, between those that the plan has."""
+    end = plan.total_steps if axis == "steps" else plan.total_tokens or 0
+    return float(np.interp(step, (*plan.steps, plan.total_steps), (*positions(plan, axis), end)))
 
 
 def draw_in_terminal(
     plans: Sequence[NamedPlan],
     *,
     axis: Axis = "steps",
-    constant: bool = False,
     columns: int = 80,
     lines: int = 24,
     unicode: bool = True,
@@ -31,7 +90,6 @@ def draw_in_terminal(
     Args:
         plans: the first one has the marks and the table.
         axis: what the curves are drawn over.
-        constant: whether to draw the constant learning rate at the first plan's peak.
         columns: width of the terminal.
         lines: its height; the plot has what the rest leaves, and at least 6.
         unicode: whether it shows more than ASCII.
@@ -41,7 +99,7 @@ def draw_in_terminal(
         UsageError: uniplot is not installed.
     """
     plan = plans[0].plan
-    curves = sorted(lr_lines(plans, axis, constant), key=lambda line: line.recipe)  # the baseline below the others
+    curves = lr_lines(plans, axis)
     more, curves = len(curves) - MOST_CURVES, curves[:MOST_CURVES]
     end, highest = max(max(line.x) for line in curves), max(max(line.y) for line in curves)
     power = math.floor(math.log10(highest)) if highest > 0 else 0  # uniplot rounds labels such as 0.005 to 0.01
@@ -141,7 +199,7 @@ def _below(plans: Sequence[NamedPlan], more_curves: int) -> list[str]:
     return [row for row in [*rows, "; ".join(marks), *plan.notes] if row]
 
 
-def _saves(plan: "Plan") -> list[tuple[str, Sequence[int]]]:
+def _saves(plan: "SchedulePlan") -> list[tuple[str, Sequence[int]]]:
     kinds = [("validation", plan.validations), ("checkpoint", plan.checkpoints), ("kept for ever", plan.permanent)]
     return [(name, steps) for name, steps in kinds if steps]
 
@@ -153,7 +211,7 @@ def _times(name: str, steps: Sequence[int]) -> str:
     return f"{name} after {after} ({len(steps):,})"
 
 
-def phases_table(plan: "Plan") -> str:
+def phases_table(plan: "SchedulePlan") -> str:
     """A line for each phase: its first step, and what that step has."""
     heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
     table = [heads, *(_row(phase) for phase in plan.phases)]
