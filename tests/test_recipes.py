@@ -153,7 +153,6 @@ def test_the_ranks_of_the_cluster_send_the_same(name):
     views = view_cluster(lambda: Decoder(shallow), strategy.dims_of(processes(trainer)), options, step)
     assert [view.rank for view in views] == [0, processes(trainer) // 2, processes(trainer) - 1]
     names = Counter(collective.name for collective in views[0].collectives)
-    print(f"{name}: {dict(names)}\n{views[0].table}")
     assert names["_allgather_base_"] >= 3 * 2 - 1, "both blocks in each direction, and what is in none"
     assert views[0].bytes * processes(trainer) >= 4 * elements * 0.99
 

@@ -23,10 +23,11 @@ def schedule(_: Any) -> dict[str, str]:
 def plan(result: dict[str, Any]) -> dict[str, str]:
     """The plan of a recipe, as the command prints it, and how far plans are from measured peaks."""
     from benchmarks.plan_memory import table
+    from lightning_tricks.commands.plan import PlanOptions
     from lightning_tricks.commands.plan.plan import plan_recipe
     from lightning_tricks.commands.plan.report import report
 
-    made = plan_recipe(*_recipe("llama7b"), gpu="h100", price=2.5)
+    made = plan_recipe(*_recipe("llama7b"), PlanOptions(gpu="h100", price=2.5))
     command = "plan --config recipes/llama7b.yaml --gpu h100 --price 2.5"
     return {"plan": _block(command, report(made)), "memory": table(result)}
 
@@ -104,8 +105,8 @@ def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
 
 def _plan(recipe: str, *options: str) -> Any:
     """The plan of a recipe, with the name that the command gives it."""
-    from lightning_tricks.commands.schedule.curves import NamedPlan
     from lightning_tricks.commands.schedule.plan import planned
+    from lightning_tricks.commands.schedule.terminal import NamedPlan
 
     return NamedPlan(" ".join([recipe, *options[1:]]), planned(*_recipe(recipe, *options)))
 

@@ -288,19 +288,11 @@ def run(
 def _shape(module: LanguageModel, width: int) -> Any:
     """The recipe's decoder at another width: with more heads, or with wider ones where `base_head_dim` asks for it."""
     config, mup = module.config, module.mup
-    if mup is not None and mup.base_head_dim not in (None, config.head_dim):
-        if width < 1 or width % config.n_heads:
-            raise UsageError(
-                f"coordinate-check: widths: {width} cannot be split into the recipe's {config.n_heads} heads, which "
-                f"mup.base_head_dim={mup.base_head_dim} widens: give multiples of {config.n_heads}"
-            )
-        return at_width(config, width, width // config.n_heads)
-    if width < config.head_dim or width % config.head_dim:
-        raise UsageError(
-            f"coordinate-check: widths: {width} holds no whole number of the recipe's heads, which are "
-            f"{config.head_dim} wide: give multiples, or a recipe with other n_heads"
-        )
-    return at_width(config, width, config.head_dim)
+    widens = mup is not None and mup.base_head_dim not in (None, config.head_dim)
+    unit = config.n_heads if widens else config.head_dim
+    if width < unit or width % unit:
+        raise UsageError(f"coordinate-check: widths: {width} does not fit the recipe's heads: give multiples of {unit}")
+    return at_width(config, width, width // unit if widens else unit)
 
 
 def _trial(module: LanguageModel, config: Any, seed: int, device: torch.device) -> CoordinateTrial:

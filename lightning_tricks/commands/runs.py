@@ -1,7 +1,5 @@
 """`runs`: all runs below a folder in one table: how far each came, how good it is, what it cost. Loads no torch."""
 
-import csv
-import io
 import math
 import re
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.quote import printable, say
+from lightning_tricks._core.quote import say
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
@@ -18,7 +16,7 @@ from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
 from lightning_tricks.logs.table import lines_of, setting_text, shortened
 
 _LONGEST = 24  # characters of a setting in the printed table
-_HEADS = {  # in the printed table; JSON and CSV have the columns' own names
+_HEADS = {  # in the printed table; JSON has the columns' own names
     "best_val_loss": "best",
     "best_step": "at step",
     "bits_per_byte": "bits/byte",
@@ -61,18 +59,6 @@ class Table:
             for run in self.runs
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A flat mapping for each run, for CSV."""
-        return [{name: self._value(run, name) for name in [*COLUMNS, *self.settings]} for run in self.runs]
-
-    def csv(self) -> str:
-        """The rows as CSV."""
-        text, rows = io.StringIO(), self.rows()
-        writer = csv.writer(text, lineterminator="\n")
-        for row in (rows[0], *map(dict.values, rows)):  # names of others stay on their line
-            writer.writerow([printable(value) if isinstance(value, str) else value for value in row])
-        return text.getvalue()
-
     def text(self) -> str:
         """The table to print; columns in which no run has a value are left out."""
         names = [name for name in [*COLUMNS, *self.settings] if any(self._shown(run, name) for run in self.runs)]
@@ -111,7 +97,7 @@ def _order(value: Any) -> tuple[int, float, list[Any]]:
 
 
 def run(args: list[str]) -> None:
-    """Print a table of the runs in a folder, or write it as JSON or CSV; a line for each file that cannot be read.
+    """Print a table of the runs in a folder, or write it as JSON; a line for each file that cannot be read.
 
     Raises:
         UsageError: there is no such folder, or none of a run in it; an unknown column; a file cannot be written.
@@ -128,13 +114,10 @@ def run(args: list[str]) -> None:
         "--val_loss", metavar="NAME", help="name of the validation loss; default: val/loss, or val_loss"
     )
     parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
-    parser.add_argument("--csv", metavar="FILE", help="write CSV, - for standard output")
     options = parser.parse_args(args)
-    if options.json == options.csv == "-":
-        raise UsageError("runs: json=-, csv=-: standard output takes one of them: name a file for the other")
     check_files("runs", options)
     table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
-    write_answers(options, table.text, json=lambda: json_text(table.records()), csv=table.csv)
+    write_answers(options, table.text, json=lambda: json_text(table.records()))
     for one in table.runs:
         for line in one.unread:
             say(f"not read: {one.name}: {line}", file=sys.stderr)

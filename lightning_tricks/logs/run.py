@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.foreign_files import parse_json, read_settings, read_text, why
+from lightning_tricks._core.foreign_files import read_settings, why
 from lightning_tricks.logs.scalars import ROLES, Scalars, event_files, read_scalars
 
 BITS = "val/bits_per_byte"
@@ -100,7 +100,7 @@ def read_run(
     loss = next((found for name in losses if (found := scalars.series(name))), {})
     bits = scalars.series(BITS)
     best, best_bits = _best(loss), _best(bits)
-    seconds = _seconds(folder, scalars)
+    seconds = _seconds(scalars)
     return Run(
         name=name or folder.name,
         state=_state(folder, scalars, steps, document, time.time() if now is None else now),
@@ -194,18 +194,12 @@ def _saved_steps(folder: Path) -> int | None:
     return max((int(found[1]) for found in names if found), default=None)
 
 
-def _seconds(folder: Path, scalars: Scalars) -> float | None:
-    """Wall time: GoodputMonitor's, as logged; that of the records; that of GoodputMonitor's file."""
+def _seconds(scalars: Scalars) -> float | None:
+    """Wall time: GoodputMonitor's, else that of the records."""
     if (logged := scalars.last(_SECONDS)) is not None:
         return logged
-    if (first := scalars.facts.first_time) is not None and (last := scalars.facts.last_time) is not None:
-        return max(last - first, 0.0)
-    try:
-        processes = parse_json(read_text(folder / "goodput.json"))["processes"]
-        seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
-        return seconds if math.isfinite(seconds) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    first, last = scalars.facts.first_time, scalars.facts.last_time
+    return None if first is None or last is None else max(last - first, 0.0)
 
 
 def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now: float) -> str:

@@ -105,21 +105,18 @@ def test_faults_are_one_line_each_the_other_checks_go_on_and_the_exit_code_is_1(
     assert "train='no/such*.bin': matches no file; check the path" in lines[NAMES.index("data")]
 
 
-def test_marks_are_words_where_standard_output_has_no_signs(monkeypatch):
-    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="ascii"))
-    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["ok", "!!", "--"]
-    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="utf-8"))
-    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["✓", "✗", "·"]
-
-
-def test_a_mistake_that_several_checks_meet_is_told_once(folder):
+def test_a_mistake_that_several_checks_meet_is_told_once_with_marks_that_standard_output_has(monkeypatch):
     def first(checked):
         raise UsageError("mesh=3: no")
 
     def second(checked):
         raise UsageError("mesh=3: no")
 
-    results = run_checks([first, second], Checked(None, None, {}), lambda line: None)
+    lines = []
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding="ascii"))
+    results = run_checks([first, second], Checked(None, None, {}), lines.append)
+    monkeypatch.undo()
+    assert lines == ["!! first      mesh=3: no", "-- second     not known, see first"]
     assert [(result.mark, result.line) for result in results] == [("!!", "mesh=3: no"), ("--", "not known, see first")]
     assert summary(results) == "2 checks: 0 passed, 1 failed, 1 not checked or to look at"
 

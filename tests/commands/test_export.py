@@ -19,7 +19,7 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.stream_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
-from lightning_tricks.commands.export import compare, load_alone
+from lightning_tricks.commands.export import load_alone, verify_export
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 from lightning_tricks.data.saved_tokenizer import tokenizer_from_checkpoint
@@ -158,9 +158,10 @@ def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
         export(path, tmp_path / "other", "--average", "tail")
 
 
-def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, capsys):
+def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_tricks.commands.export.export.FILE_BYTES", int(3e-5 * 2**30))
     path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")
-    folder = export(path, tmp_path / "out", "--dtype", "bf16", "--shard_size_gib", 3e-5)
+    folder = export(path, tmp_path / "out", "--dtype", "bf16")
     assert re.search(r"rounding to bfloat16 changed them by up to \d", capsys.readouterr().out)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(folder.glob("model-*.safetensors"))
@@ -196,7 +197,7 @@ def test_without_a_tokenizer_it_says_so_and_has_no_ids(tmp_path, capsys):
 
 def test_other_logits_other_tokens_and_another_tie_leave_no_folder(tmp_path, monkeypatch):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
-    ask, answers = compare.ask_fresh_process, []
+    ask, answers = verify_export.ask_fresh_process, []
 
     def spoilt(**changed):
         def spoil(*args):
@@ -248,9 +249,8 @@ def test_a_folder_that_exists_and_wrong_options_are_one_line(tmp_path):
     gated = save(checkpoint(GPT2(**SIZES, activation="swiglu")), tmp_path / "gated.ckpt")
     for given, output, options, says in (
         (path, "there", [], "output=.*there exists: name another folder"),
-        (path, "out", ["--format", "onnx"], "format=onnx: give hf or gguf"),
-        (path, "out", ["--dtype", "int8"], "dtype=int8: give one of fp32, bf16, fp16"),
-        (path, "out", ["--shard_size_gib", 0], "shard_size_gib=0: give a number above 0"),
+        (path, "out", ["--format", "onnx"], "argument --format: invalid choice"),
+        (path, "out", ["--dtype", "int8"], "argument --dtype: invalid choice"),
         (tmp_path / "small.ckpt", "out", [], "holds no decoder_config of a Llama or GPT2"),
         (gated, "out", [], "decoder.activation=swiglu: no GPT-2 of transformers has it"),
         (tmp_path / "no.ckpt", "out", [], "there is no such file"),
@@ -275,7 +275,7 @@ def test_a_folder_that_another_process_is_writing_is_one_line_and_stays(tmp_path
 
 def test_an_export_holds_its_folder_until_it_has_its_name(tmp_path, monkeypatch):
     path, found = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), []
-    ask = compare.ask_fresh_process
+    ask = verify_export.ask_fresh_process
 
     def look(staging, *args):
         found.append(is_locked(staging))
@@ -295,16 +295,16 @@ def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
         export(path, tmp_path / "out")
 
 
-def test_the_program_of_the_fresh_process_imports_transformers_and_torch_alone():
+def test_the_program_of_the_fresh_process_imports_transformers_gguf_and_torch_alone():
     nodes = list(ast.walk(ast.parse(Path(load_alone.__file__).read_text())))
     modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert modules == {"sys", "pathlib", "typing", "torch", "transformers"}
+    assert modules == {"sys", "pathlib", "typing", "torch", "transformers", "gguf"}
 
 
 def test_the_fresh_process_has_nothing_of_the_collection(tmp_path):
     folder = export(save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), tmp_path / "out")
-    answer = compare.ask_fresh_process(folder, torch.tensor([[1, 2]]), None, "load_alone.py")
+    answer = verify_export.ask_fresh_process(folder, torch.tensor([[1, 2]]), None)
     assert "transformers" in answer["modules"]
     assert not {"lightning_tricks", "lightning", "pytorch_lightning"} & set(answer["modules"])
 

@@ -31,21 +31,19 @@ from lightning_tricks import (
 )
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands import recipes_folder
 from lightning_tricks.commands.check.checks import Checked, model, run_checks
-from lightning_tricks.commands.plan import run
+from lightning_tricks.commands.plan import PlanOptions, run
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_full_depth
 from lightning_tricks.commands.plan.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
-from lightning_tricks.commands.plan.plan import plan_recipe
+from lightning_tricks.commands.plan.plan import Links, step_time
+from lightning_tricks.commands.plan.plan import plan_recipe as plan_with
 from lightning_tricks.commands.plan.report import report
-from lightning_tricks.commands.plan.scaling import Links, step_time
 from lightning_tricks.commands.plan.setup import read_setup
-from lightning_tricks.commands.plan.warnings import published_lr
-from lightning_tricks.commands.recipes import recipes_folder
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.layout import Traffic
-from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 TINY = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)
@@ -54,6 +52,10 @@ COUNT = 64 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 256 + 2 * 32) + 32
 
 def data(rows=2, length=32, **more):
     return SimpleNamespace(micro_batch_size=rows, seq_len=length, **more)
+
+
+def plan_recipe(*recipe, suggest=True, **options):
+    return plan_with(*recipe, PlanOptions(**options), suggest=suggest)
 
 
 def planned(config=TINY, settings=None, source=None, **options):
@@ -280,16 +282,6 @@ def test_what_does_not_fit_by_its_state_alone_is_offered_the_hosts_memory():
     assert "2.00 GiB for 2 processes" in lines
 
 
-def test_eight_bit_averages_are_offered_where_they_are_enough():
-    pytest.importorskip("torchao")
-    whole = planned(THREE_BLOCKS, None, data(1, 16), suggest=False, **mine(1.0))
-    step = whole.memory.instants[STEP]
-    state = int(0.27 * step["optimizer state"])  # 2 bytes of 8, and a scale of 4 bytes for 256 of them
-    room = step["weights"] + step["gradients"] + state + step["gradients"]  # and what the step computes with
-    changes = changes_that_fit(whole.setup, whole.memory, room, most=2)  # after bf16 weights, before more devices
-    assert ("--model.optimizer torchao.optim.AdamW8bit",) in [change.options for change in changes]
-
-
 def test_compiled_blocks_are_counted_as_eager_and_a_note_says_so():
     def plan(compile_blocks, own=False):
         module = LanguageModel(TWO_BLOCKS, compile_blocks=compile_blocks)
@@ -460,23 +452,11 @@ def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
 
 
 @pytest.mark.usefixtures("untraced")
-def test_on_more_hosts_smaller_shards_send_less_to_their_replicas():
-    settings = {"strategy": FSDP2Strategy(replicate_size=2), "max_steps": 10}
-    plan = planned(settings=settings, gpu="h100", devices=8, suggest=False)  # 2 replicas of 4 shards
-    one, two = plan.scaled(1), plan.scaled(2)
-    assert two.sends["replicate"] == pytest.approx(one.sends["replicate"] * 450 / 50 / 2)  # and over the network
-    assert two.sends["shard"] == pytest.approx(one.sends["shard"] * (7 / 8) / (3 / 4))
-
-
-@pytest.mark.usefixtures("untraced")
 def test_settings_that_look_wrong_are_named():
     config = dataclasses.replace(TINY, vocab_size=65)
-    module = LanguageModel(config, schedule=WarmupCosine(warmup_steps=50))
+    module = LanguageModel(config)
     plan = plan_recipe(module, data(document_ids=True), {"max_steps": 100}, gpu="h100")
-    assert any("warmup_steps=50 is 50% of the run" in line for line in plan.warnings)
     assert any("vocab_size=65 is no multiple of 64: 128 is faster" in line for line in plan.warnings)
-    assert published_lr(125e6) == pytest.approx(6e-4)
-    assert 2e-4 < published_lr(4e9) < 3e-4
 
 
 @pytest.mark.parametrize(
@@ -485,7 +465,7 @@ def test_settings_that_look_wrong_are_named():
         ({"price": -1.0}, "plan: price=-1: give the price of a GPU hour, 0 or more"),
         ({"mfu": 40.0}, "plan: mfu=40: give a share of the peak above 0 and up to 1, such as 0.4"),
         ({"gpu": "h1000"}, "gpu=h1000: did you mean h100"),
-        ({"devices": 0}, "plan: devices=0: give a number of at least 1"),
+        ({"devices": 0}, "plan: devices=0: give a number above 0"),
         ({"link_gb": 0.0}, "plan: link_gb=0: give a number above 0"),
         ({"settings": {"strategy": "fsdp"}, "devices": 2}, "plan: trainer.strategy=fsdp: the plan knows ddp, FSDP2"),
         (
@@ -509,13 +489,12 @@ def test_a_gpu_of_ones_own_has_the_figures_that_were_given():
 def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_not_fit(tmp_path, capsys, monkeypatch):
     file = tmp_path / "plan.json"
     module, settings = LanguageModel(TINY), {"max_steps": 10, "strategy": FSDP2Strategy()}
-    options = {"gpu": "h100", "devices": 8, "nodes": 2, "scaling": True}
+    options = {"gpu": "h100", "devices": 8, "nodes": 2}
     with pytest.raises(SystemExit) as end:
         run(module, data(), settings, **options, json=str(file))
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert re.search(r"^  shard +16 ranks, between hosts, 400 GB/s", out, re.M)
-    assert re.search(r"^ +1,024 +[\d,]+ +[\d,]+ +65,536$", out, re.M)
     assert json.loads(file.read_text())["mesh"] == "shard 16"
     monkeypatch.setattr("lightning_tricks.commands.plan.plan.changes_that_fit", None)  # no change makes the room
     with pytest.raises(SystemExit) as end:

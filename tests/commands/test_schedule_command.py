@@ -33,7 +33,6 @@ from lightning_tricks.commands.schedule.terminal import (
     lr_lines,
     marks_row,
     place_of,
-    ticks_row,
 )
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
@@ -199,41 +198,6 @@ def test_no_weight_is_drawn_for_a_plan_and_a_fused_optimizer_takes_the_parameter
     assert wide.decoder is None
 
 
-class Own(pl.LightningModule):
-    def __init__(self, given):
-        super().__init__()
-        self.layer, self.given = torch.nn.Linear(2, 2), given
-
-    def configure_optimizers(self):
-        return self.given(torch.optim.SGD(self.parameters(), lr=0.5))
-
-
-def scheduler(optimizer):
-    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
-
-
-def by_steps(optimizer):
-    return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer)}
-
-
-def test_a_module_with_its_own_optimizer_has_a_plan_where_steps_alone_decide():
-    plan = planned(Own(by_steps), DATA, settings(6))
-    assert plan.lr == (0.5, 0.5, 0.25, 0.25, 0.125, 0.125)
-    assert planned(Own(lambda optimizer: [by_steps(optimizer)]), DATA, settings(6)).lr == plan.lr
-    assert planned(Own(lambda optimizer: optimizer), DATA, settings(6)).lr == (0.5,) * 6
-    seldom = Own(lambda optimizer: {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) | {"frequency": 2}})
-    manual = Own(by_steps)
-    manual.automatic_optimization = False
-    by_epochs = Own(lambda optimizer: ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]))
-    for module in (seldom, manual, by_epochs):
-        with pytest.raises(UsageError, match="StepLR of model=Own: only a run tells when it steps"):
-            planned(module, DATA, settings(6))
-    with pytest.raises(UsageError, match="configure_optimizers of model=Own fails without a Trainer"):
-        planned(Own(lambda optimizer: 1 / 0), DATA, settings(6))
-    with pytest.raises(UsageError, match="no or several optimizers"):
-        planned(Own(lambda optimizer: [optimizer, optimizer]), DATA, settings(6))
-
-
 class Mixed(OptimizerMixin, pl.LightningModule):
     def __init__(self):
         super().__init__(schedule=WarmupConstant(warmup_steps=2), optimizer=adamw)
@@ -246,6 +210,11 @@ def test_any_module_with_the_mixin_has_a_plan_and_keeps_its_weights():
     assert planned(module, None, settings(4)).lr == (0.005, 0.01, 0.01, 0.01)
     assert torch.equal(module.layer.weight, before)
     assert module.layer.weight.stride() == (2, 1)
+
+
+def test_a_module_without_the_mixin_is_refused():
+    with pytest.raises(UsageError, match="model=LightningModule: only a run tells the learning rates"):
+        planned(pl.LightningModule(), DATA, settings(6))
 
 
 # ---- in a terminal
@@ -279,11 +248,9 @@ def test_the_table_says_what_the_first_step_of_each_phase_has():
     assert ["end", "99", "3.2k", "0.000102", "4 rows, 32 tokens", "0.1"] in rows
 
 
-def test_names_of_marks_do_not_overlap_and_ticks_stand_at_their_steps():
+def test_names_of_marks_do_not_overlap():
     marks = [(0.0, "warmup"), (2.0, "stable"), (3.0, "lost"), (50.0, "decay"), (100.0, "now")]
     assert marks_row(marks, 100.0, 40) == [" warmup              decay            now", " stable"]
-    assert ticks_row([("v", [50.0, 100.0]), ("c", [100.0])], 100.0, 20) == ["           v        *"]
-    assert ticks_row([("c", range(100))], 100.0, 20) == []  # nobody could read them
 
 
 def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():

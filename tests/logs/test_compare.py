@@ -12,7 +12,7 @@ from made_logs import run_in
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.answers import json_text
-from lightning_tricks.commands.compare import draw_in_terminal, ends_shown, group_curves, page, record, text, verdicts
+from lightning_tricks.commands.compare import draw_in_terminal, ends_shown, page, record, run_curves, text, verdicts
 from lightning_tricks.commands.runs import Table
 from lightning_tricks.logs.compared_run import is_seed, outcome_of, read_runs, value_at
 from lightning_tricks.logs.comparison import compare_runs
@@ -413,16 +413,14 @@ def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
     assert all(f">x{i}<" in page(found, []) for i in range(30))
 
 
-def test_the_terminal_draws_each_axis_that_shows_something_of_its_own(tmp_path):
+def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_verdict(tmp_path):
     pytest.importorskip("uniplot")
     lines = draw_in_terminal(two(tmp_path), columns=60, unicode=False)
-    assert [line for line in lines if line.startswith("val/loss over ")] == [
-        "val/loss over steps",
-        "val/loss over hours",
-    ]
-    assert "over tokens: as over steps, 32 a step" in lines
+    assert [line for line in lines if line.startswith("val/loss over ")] == ["val/loss over steps"]
     assert all(line.isascii() and len(line) <= 60 for line in lines)
-    assert sum("+ A" in line and "x B" in line for line in lines) == 2
+    assert sum("+ A" in line and "x B" in line for line in lines) == 1
+    alone = draw_in_terminal(compared(tmp_path / "a"), columns=60, unicode=False)
+    assert any("+ seed_0" in line and "x seed_1" in line for line in alone)
 
 
 def test_without_uniplot_the_tables_stay_and_a_line_says_so(tmp_path, monkeypatch):
@@ -468,23 +466,16 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
 def test_a_plot_shows_the_end_of_the_curves_and_leaves_out_what_is_not_finite(tmp_path):
     made(tmp_path / "a", {1: 1000.0, 20: 3.0, 30: math.nan, 40: 2.0})
     made(tmp_path / "b", {1: 900.0, 20: 3.5, 30: 3.0, 40: 2.5}, lr=3e-3)
-    curves = group_curves(compared(tmp_path), "steps")
+    curves = run_curves(compared(tmp_path), "steps")
     assert curves[0].y.tolist() == [1000.0, 3.0, 2.0]
     assert ends_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5))
     assert "nan" not in plot(curves, ends_shown(curves))
 
 
-def test_the_curve_of_a_group_is_the_mean_of_its_runs(tmp_path):
-    made(tmp_path / "a" / "0", {10: 4.0, 20: 2.0, 40: 1.0})
-    made(tmp_path / "a" / "1", {10: 2.0, 30: 1.0}, seed=1)
-    made(tmp_path / "b", {10: 5.0, 40: 4.0}, lr=3e-3)
-    mean = group_curves(compared(tmp_path), "steps")[0]
-    assert mean.x.tolist() == [10, 20, 30]  # as far as both go
-    assert mean.y.tolist() == [3.0, 1.75, 1.25]
-    made(tmp_path / "c" / "0", {10: 4.0, 20: 2.0}, lr=4e-3)
-    made(tmp_path / "c" / "1", {30: 2.0, 40: 1.0}, lr=4e-3, seed=1)
+def test_runs_without_a_common_step_are_compared_at_their_ends(tmp_path):
+    made(tmp_path / "b", {10: 5.0, 20: 4.0})
+    made(tmp_path / "c", {30: 2.0, 40: 1.0}, lr=4e-3)
     apart = compared(tmp_path / "b", tmp_path / "c")
-    assert group_curves(apart, "steps")[1].x.tolist() == [10, 20]  # of its first run
     assert apart.at == "last"
     assert "steps: one run had ended before the first figure of another" in apart.notes
 

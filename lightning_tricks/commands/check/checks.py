@@ -8,7 +8,6 @@ import importlib.util
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from lightning_tricks.commands.plan.memory_trace import STEP
 from lightning_tricks.commands.plan.plan import MemoryPlan, plan_recipe
 from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
 from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
+from lightning_tricks.logs.table import shows_unicode
 from lightning_tricks.mixins import OptimizerMixin
 
 _PASSED, _FAILED, _NOTE = "ok", "!!", "--"
@@ -429,7 +429,7 @@ def run_checks(checks: Sequence[Check], checked: Checked, show: Callable[[str], 
         elif mark == _FAILED:
             first_with[line] = check.__name__
         results.append(Result(check.__name__, mark, line))
-        show(f"{_sign(mark)} {check.__name__:<10} {line}")
+        show(f"{_SIGNS[mark] if shows_unicode() else mark} {check.__name__:<10} {line}")
     return results
 
 
@@ -451,15 +451,6 @@ def summary(results: Sequence[Result]) -> str:
     count = {mark: sum(result.mark == mark for result in results) for mark in (_PASSED, _FAILED, _NOTE)}
     notes = f", {count[_NOTE]} not checked or to look at" if count[_NOTE] else ""
     return f"{len(results)} checks: {count[_PASSED]} passed, {count[_FAILED]} failed{notes}"
-
-
-def _sign(mark: str) -> str:
-    """The mark, as a sign where standard output has it."""
-    try:
-        _SIGNS[mark].encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return mark
-    return _SIGNS[mark]
 
 
 def _gib(size: float) -> str:

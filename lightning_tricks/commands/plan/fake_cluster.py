@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
-from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
 from lightning_tricks.parallel.shard import local_bytes
 
@@ -60,14 +59,12 @@ class RankView:
         parameters: shape of this rank's part of each parameter, by name.
         bytes: of these parts.
         collectives: of one step, in their order; empty without a step.
-        table: the lines that this rank would say at its start, see `layout_table`.
     """
 
     rank: int
     parameters: dict[str, tuple[int, ...]]
     bytes: int
     collectives: tuple[Collective, ...]
-    table: str
 
 
 @contextmanager
@@ -88,32 +85,6 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def view_of_rank(
-    build: Callable[[], nn.Module],
-    dims: ParallelDims,
-    options: ParallelOptions,
-    rank: int,
-    step: Callable[[Any], Tensor] | None = None,
-) -> RankView:
-    """Build a module on the meta device, divide it as `rank` of a cluster would, and trace a step of it.
-
-    In a forked process: DTensor remembers the groups of a mesh, so that a process can be one rank only.
-
-    Args:
-        build: makes the module; called on the meta device.
-        dims: of `of_world`.
-        options: for `parallelize`.
-        rank: from 0 to `dims.world` - 1.
-        step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
-
-    Raises:
-        UsageError: see `parallelize`; this process has a process group already.
-        RuntimeError: any other error, with its traceback.
-    """
-    (view,) = at_once([partial(_view, build, dims, options, rank, step)])
-    return view
-
-
 def _view(
     build: Callable[[], nn.Module],
     dims: ParallelDims,
@@ -124,11 +95,10 @@ def _view(
     with fake_world(rank, dims.world):
         with torch.device("meta"):
             module = build()
-        made = parallelize(module, Mesh.of(dims, "cpu"), options)
+        parallelize(module, Mesh.of(dims, "cpu"), options)
         shapes = {name: tuple(local(parameter).shape) for name, parameter in module.named_parameters()}
-        table = layout_table(dims, made, options, module)
         collectives = () if step is None else _trace(module, step)
-        return RankView(rank, shapes, local_bytes(module), collectives, table)
+        return RankView(rank, shapes, local_bytes(module), collectives)
 
 
 def compare_ranks(views: Sequence[RankView]) -> None:
@@ -157,13 +127,26 @@ def view_cluster(
     dims: ParallelDims,
     options: ParallelOptions,
     step: Callable[[Any], Tensor] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[RankView]:
-    """The first, the middle and the last rank of a cluster, beside each other; arguments as in `view_of_rank`.
+    """Build a module on the meta device, divide it as ranks of a cluster would, and trace a step of it on each.
+
+    In forked processes beside each other: DTensor remembers the groups of a mesh, so that a process can be one rank
+    only.
+
+    Args:
+        build: makes the module; called on the meta device.
+        dims: of `of_world`.
+        options: for `parallelize`.
+        step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
+        ranks: from 0 to `dims.world` - 1; None: the first, the middle and the last.
 
     Raises:
-        UsageError: see `view_of_rank` and `compare_ranks`.
+        UsageError: see `parallelize` and `compare_ranks`; this process has a process group already.
+        RuntimeError: any other error, with its traceback.
     """
-    ranks = sorted({0, dims.world // 2, dims.world - 1})
+    if ranks is None:
+        ranks = sorted({0, dims.world // 2, dims.world - 1})
     views = at_once([partial(_view, build, dims, options, rank, step) for rank in ranks])
     compare_ranks(views)
     return views

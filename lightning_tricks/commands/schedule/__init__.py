@@ -39,17 +39,9 @@ def run(
     if against is not None:
         other = cast(Recipe, against)
         plans.append(NamedPlan(Path(other.file).stem, _planned_against(other)))
-    size = shutil.get_terminal_size((80, 24))
-    print(
-        draw_in_terminal(
-            plans,
-            axis=x,
-            columns=size.columns,
-            lines=size.lines,
-            unicode=shows_unicode(),
-            color=shows_color(),
-        )
-    )
+    columns, lines = shutil.get_terminal_size((80, 24))
+    shows = {"unicode": shows_unicode(), "color": shows_color()}
+    print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
 
 
 def _planned_against(recipe: Recipe) -> Any:

@@ -61,8 +61,8 @@ def streamed_logits(
     return decoder(input_ids)
 
 
-def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None, program: str) -> dict[str, Any]:
-    """What a program of its own finds out about a folder: `load_alone.py` or `load_gguf_alone.py`.
+def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None) -> dict[str, Any]:
+    """What a program of its own, `load_alone.py`, finds out about a folder.
 
     Raises:
         UsageError: transformers cannot load it, with the last line of its error.
@@ -72,7 +72,7 @@ def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None, program
         torch.save({"input_ids": input_ids} | ({} if text is None else {"text": text}), request)
         # nothing is downloaded, and nothing of this process's folder is imported
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        script = Path(__file__).with_name(program)
+        script = Path(__file__).with_name("load_alone.py")
         command = [sys.executable, str(script), str(folder.resolve()), str(request), str(answer)]
         done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
         if done.returncode:
