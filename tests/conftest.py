@@ -38,6 +38,28 @@ for _signal, _handler in (
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, _handler)
 
+STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn")
+may_start = True  # whether the running test may start processes
+
+
+def _refuse_starts(event: str, args: tuple[Any, ...]) -> None:
+    """Have a test that starts a process fail unless it is marked: such tests take most of the time of all."""
+    asks_a_server = event == "socket.connect" and isinstance(args[1], str | bytes)
+    if not may_start and (event in STARTS or asks_a_server):
+        raise AssertionError("this test starts a process: mark it `long`")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Only a test that is marked `long` starts processes."""
+    global may_start
+    may_start = item.get_closest_marker("long") is not None
+    try:
+        return (yield)
+    finally:
+        may_start = True
+
+
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # which cannot be used in a fork of a process that has asked for them
 
 
@@ -55,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import hypothesis
     import torch
 
+    sys.addaudithook(_refuse_starts)
     torch.set_num_threads(1)
     preloaded.remember_entry_points()
     hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example

@@ -28,7 +28,7 @@ PINNED = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/t
 STEPS = 30
 
 pytestmark = [
-    pytest.mark.outside,
+    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(BROWSERS)} is installed"),
     pytest.mark.filterwarnings("ignore"),  # Lightning on resuming in mid-epoch
 ]

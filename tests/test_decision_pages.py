@@ -10,6 +10,8 @@ from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtur
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
 
+pytestmark = pytest.mark.pages
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PLACES = {"precision": "trainer", "strategies": "trainer", "which_optimizer": "model.init_args"}  # of a line
 

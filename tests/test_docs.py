@@ -15,6 +15,8 @@ import lightning_tricks
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "docs/README.md"
 GUIDES = {
@@ -75,7 +77,11 @@ def headings(page: Path, level: int = 2) -> list[str]:
     return re.findall(rf"^{'#' * level} (.+)$", prose(page), re.M)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.canary if p.stem == "quickstart" else ()) for p in PAGES if blocks(p, "python")],
+    ids=name_of,
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}

@@ -34,7 +34,7 @@ from lightning_tricks.data import ShardWriter
 from lightning_tricks.logs.ledger_file import NAME
 
 pytestmark = [
-    pytest.mark.outside,
+    pytest.mark.long,
     pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc"),
 ]
 

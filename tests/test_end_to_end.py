@@ -67,6 +67,7 @@ def trained(tmp_path_factory, text_file) -> tuple[Path, str]:
     return folder, run(folder, "fit", text_file)
 
 
+@pytest.mark.long
 def test_a_run_prints_its_progress_its_figures_and_what_to_do_next(trained):
     _, out = trained
     values = r"loss \d.*  norm \d.*  lr \S+  \S+ tokens/s  MFU [\d.]+%  ETA \d:\d\d:\d\d"

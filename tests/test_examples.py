@@ -11,6 +11,8 @@ import pytest
 from harness import preloaded
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.pages
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LINE = (
     r"step {last}/{last} \(100%\)  loss [\d.]+  norm [\d.e-]+  lr {lr}  [\d.]+k? {unit}/s  MFU [\d.]+%  [\d.]+ GiB  "
@@ -66,7 +68,7 @@ def ray_train(folder: Path, epochs: int, storage: str) -> str:
     return line
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_under_ray_a_run_goes_on_from_the_checkpoint_that_it_reported(tmp_path):
     assert ray_train(tmp_path, 2, "one").startswith("step 8, loss ")

@@ -4,6 +4,8 @@ import fill
 import pytest
 from filler import Filler
 
+pytestmark = pytest.mark.pages
+
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_each_page_is_what_the_newest_results_give(capsys):

@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.pages
+
 PAGE = Path(__file__).resolve().parent.parent / "docs/glossary.md"
 ENTRIES = dict(re.findall(r"^### (.+)\n\n((?:(?!^#).*\n?)+)", PAGE.read_text(encoding="utf-8"), re.M))
 GROUPS = re.findall(r"^## (\w) to (\w)$", PAGE.read_text(encoding="utf-8"), re.M)

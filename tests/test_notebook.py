@@ -18,6 +18,8 @@ import pytest
 import torch
 from harness.preloaded import python
 
+pytestmark = pytest.mark.pages
+
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples/lightning_tricks.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]

@@ -27,6 +27,7 @@ SHORT = [
 SMALL_DATA = ["--data.files=text.txt", "--data.vocab_size=300"]
 
 pytestmark = [
+    pytest.mark.pages,
     pytest.mark.usefixtures("one_parser", "no_hyper_parameters"),
     pytest.mark.filterwarnings("ignore"),
 ]

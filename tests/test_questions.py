@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 from test_docs import anchors
 
+pytestmark = pytest.mark.pages
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HOME, QUESTIONS = "README.md", "questions.md"
 ROW = re.compile(

@@ -12,6 +12,8 @@ from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtur
 from benchmarks import recipe_plans
 from lightning_tricks.commands import recipes_folder
 
+pytestmark = pytest.mark.pages
+
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 PAGE = (fill.DOCS / "recipes.md").read_text(encoding="utf-8")
 PLANS = fill.result_of("recipe-plans")["recipes"]

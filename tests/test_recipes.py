@@ -213,7 +213,7 @@ REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
     [
         ("llama1b", None, []),
         ("llama7b", "2x8", [REPLICAS]),  # the other parts differ from it in what two processes cannot have
-        pytest.param("llama7b_deepspeed", None, [], marks=[needs_deepspeed, pytest.mark.outside]),
+        pytest.param("llama7b_deepspeed", None, [], marks=[needs_deepspeed, pytest.mark.long]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

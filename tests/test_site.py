@@ -17,6 +17,8 @@ import build_site
 import page_lists
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).resolve().parent.parent
 NAV = page_lists.navigation()
 NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]

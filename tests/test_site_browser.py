@@ -7,7 +7,8 @@ import build_site
 import site_shots
 
 pytestmark = [
-    pytest.mark.outside,
+    pytest.mark.long,
+    pytest.mark.pages,
     pytest.mark.skipif(site_shots.chromium_path() is None, reason="no chromium is on the PATH"),
 ]
 

@@ -5,7 +5,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+
+pytestmark = pytest.mark.pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/versions.md").read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning_tricks._core.protocols import KnowsSamples
+
 
 def step_samples(trainer: Any) -> list[tuple[int, int]] | None:
     """First and last position of each run of samples that the running optimizer step takes, of all ranks together.
@@ -10,7 +12,7 @@ def step_samples(trainer: Any) -> list[tuple[int, int]] | None:
     addressed by position; a data module that is has a method `step_samples()`, as TextData and TokenData.
     """
     data: Any = getattr(trainer, "datamodule", None)
-    return data.step_samples() if hasattr(data, "step_samples") else None
+    return data.step_samples() if isinstance(data, KnowsSamples) else None
 
 
 def in_words(runs: list[tuple[int, int]]) -> str:

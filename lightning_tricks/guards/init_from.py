@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsWeights
 from lightning_tricks._trainer import weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.refusals import refuse
@@ -47,7 +48,7 @@ class InitFrom(pl.Callback):
         try:
             source = check_source(self.path)
             # a file, or those of Hugging Face, are mapped, not read
-            if (source.is_file() or is_hf_folder(source)) and hasattr(module, "without_data"):
+            if (source.is_file() or is_hf_folder(source)) and isinstance(module, KnowsWeights):
                 shape = module.without_data()
                 checkpoint = read_weights(source, average=self.average, module=shape)
                 if is_hf_folder(source) and hasattr(module, "check_weights"):

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import SkipsOnDevice
 from lightning_tricks._core.replaced import replaced
 
 __all__ = ["ComposedOptimizer"]
@@ -118,4 +119,4 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return all(group.get("fused") for group in optimizer.param_groups)
-    return bool(getattr(optimizer, "skips_on_device", False))
+    return isinstance(optimizer, SkipsOnDevice) and optimizer.skips_on_device

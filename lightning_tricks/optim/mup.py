@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsBaseShapes
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 from lightning_tricks.optim.muon import SCALES
@@ -215,12 +216,12 @@ class MuP:
         Raises:
             UsageError: the module has no method `base_shapes()`, or its shapes are of another module.
         """
-        if not callable(base_shapes := getattr(module, "base_shapes", None)):
+        if not isinstance(module, KnowsBaseShapes):
             raise UsageError(
                 f"MuP: {type(module).__name__} does not tell its base model: define its method base_shapes(), which "
                 "returns the shape there of each parameter by name, and multiply its logits by base_width / width"
             )
-        base, found = base_shapes(), {}
+        base, found = module.base_shapes(), {}
         for name, param, role, _, layout in param_roles(module):
             if name not in base or len(base[name]) != param.ndim:
                 raise UsageError(f"MuP: base_shapes() has no shape of {param.ndim} dimensions for '{name}': add it")

@@ -69,6 +69,7 @@ def test_yaml_keeps_the_letters_of_all_languages():
     assert yaml_text("é 你好", one_line=True) == "é 你好"
 
 
+@pytest.mark.long
 def test_a_shell_gets_the_same_bytes_and_runs_nothing(tmp_path):
     line = shell_line(["printf", "%s\\0", *NAMES])
     assert is_one_line(line)

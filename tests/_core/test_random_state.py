@@ -82,6 +82,7 @@ def check_gathering(rank: int) -> None:
     ]
 
 
+@pytest.mark.long
 def test_every_process_gets_the_states_of_all():
     run(check_gathering)
 

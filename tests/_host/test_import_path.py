@@ -97,6 +97,7 @@ def environment(**more: str) -> dict[str, str]:
 CONSOLE = "import sys; from lightning_tricks.__main__ import main; main()"  # in a file, as pip writes it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [["-m", "doctor", "a"], ["doctor", "a"], ["-m", "runs", "."], ["-m", "compare", "a", "b"],
@@ -120,6 +121,7 @@ def recipe_of(model: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_a_recipe_runs_no_module_of_the_current_folder_that_it_does_not_name(stranger, tmp_path):
     for name in ("matplotlib", "ruamel", "pynvml", "triton"):
         if importlib.util.find_spec(name) is None:
@@ -129,6 +131,7 @@ def test_a_recipe_runs_no_module_of_the_current_folder_that_it_does_not_name(str
     assert not (tmp_path / "written").exists(), (tmp_path / "written").read_text()
 
 
+@pytest.mark.long
 def test_a_recipe_finds_a_class_of_the_current_folder_behind_the_packages(stranger, tmp_path):
     for module in stranger.glob("*.py"):  # what is not installed is found here, once a module has been named
         if module.stem in sys.stdlib_module_names and importlib.util.find_spec(module.stem) is None:

@@ -23,6 +23,7 @@ def test_a_process_knows_its_age():
     assert time.time() - process_age() <= born + 0.5
 
 
+@pytest.mark.long
 @linux
 def test_the_age_counts_from_the_start_of_the_process():
     code = (

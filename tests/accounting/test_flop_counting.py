@@ -254,5 +254,6 @@ def count_in_shards(rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_sharded_layers_count_what_this_device_computes():
     processes.run(count_in_shards)

@@ -65,6 +65,7 @@ def kept_by_a_block(config, mode):
     return (three - two) / (2 * 256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["none", "cheap", "selective", "full"])
 @pytest.mark.parametrize(
     "config",

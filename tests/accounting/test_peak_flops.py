@@ -156,6 +156,7 @@ def test_measuring_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.long
 def test_the_table_needs_no_torch():
     code = "import sys, lightning_tricks.accounting; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

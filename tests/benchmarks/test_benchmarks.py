@@ -15,6 +15,8 @@ from harness import preloaded
 
 import benchmarks
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[!_]*.py"))
 

@@ -13,6 +13,8 @@ from benchmarks.formats import formats
 from benchmarks.optimizer_rows import ROWS as OPTIMIZERS
 from benchmarks.strategy_rows import BATCH, LENGTH, ROWS, TRIALS
 
+pytestmark = pytest.mark.pages
+
 
 def test_a_save_takes_the_time_of_torchs_and_no_memory():
     newest = result_of("checkpoints")

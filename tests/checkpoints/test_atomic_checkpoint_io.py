@@ -216,6 +216,7 @@ def test_what_will_not_open_safely_is_said_once_and_saved_all_the_same(writer, t
         save(AtomicCheckpointIO(), checkpoint_of(*trained()), path)
 
 
+@pytest.mark.long
 def test_a_save_takes_no_memory_for_the_tensors(tmp_path):
     large = {**checkpoint(), "state_dict": {"weight": torch.ones(2**24)}}  # 64 MiB
 
@@ -382,6 +383,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long
 def test_the_end_of_the_program_waits(tmp_path):
     command, pipes = [python(), "-c", SAVE], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:

@@ -18,6 +18,8 @@ from lightning_tricks.checkpoints.check_checkpoint import check_bytes
 from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.cli.choose_checkpoint import choose_once
 
+pytestmark = pytest.mark.long
+
 CONTENT = {"pytorch-lightning_version": "2.6.0", "state_dict": {"weight": torch.ones(9)}, "lr_schedulers": []}
 
 

@@ -42,6 +42,7 @@ def test_another_word_leads_to_its_command(word, meant):
         find(word)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "found"), [(["va"], ["validate"]), (["cp", "llama7b_"], ["llama7b_1gpu", "llama7b_deepspeed"])]
 )

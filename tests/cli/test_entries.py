@@ -71,6 +71,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     return 0
 
 
+@pytest.mark.long
 def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
     elsewhere = tmp_path / "bin"
     elsewhere.mkdir()
@@ -85,6 +86,7 @@ def test_the_console_script_finds_modules_of_the_working_folder(tmp_path):
     assert "class_path: mine.Mine" in done.stdout
 
 
+@pytest.mark.long
 def test_a_mistake_in_a_process_of_its_own_is_one_line(project):
     done = subprocess.run(
         [python(), "train.py", "fit", "--config", "mine.yaml", "--model.widht", "3"],
@@ -121,6 +123,7 @@ def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
     assert stop.value.code == 130
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["", "raise SystemExit(1)", "sys.stdout.flush()"])
 def test_where_nobody_reads_the_output_any_more_a_program_ends_without_a_line(end):
     code = f"""\

@@ -371,6 +371,7 @@ def other_choices(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ranks_that_found_different_checkpoints_refuse_to_train_all_of_them(tmp_path):
     run_processes(other_choices, str(tmp_path))
     said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
@@ -431,6 +432,7 @@ def two_steps(text_file, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, two_steps, tmp_path):
     done = two_processes(launcher, shutil.copytree(two_steps, tmp_path / "run", symlinks=True), 4)

@@ -145,12 +145,14 @@ def trains_and_resumes(arguments):
     assert steps == [2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_recipe_on_text_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, text_data):
     multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
     trains_and_resumes(recipe(tmp_path, text_data, **started_by("forkserver")))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_recipe_on_token_files_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, monkeypatch):
     multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
@@ -159,7 +161,7 @@ def test_a_recipe_on_token_files_trains_and_resumes_in_processes_of_a_forkserver
     trains_and_resumes(recipe(tmp_path, data, **started_by("forkserver")))
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_recipe_on_text_trains_and_resumes_under_ddp_spawn(tmp_path, text_data):
     arguments = recipe(tmp_path, text_data, **started_by("spawn"))

@@ -67,6 +67,7 @@ def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
     return subprocess.run([python(), "-m", "lightning_tricks", *args], capture_output=True, text=True, cwd=cwd)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", ["--help", "--version", "ls", "ls --help", "cp tiny copy.yaml", "completion"])
 def test_help_and_lists_answer_without_importing_torch(args, tmp_path):
     code = (
@@ -81,6 +82,7 @@ def test_help_and_lists_answer_without_importing_torch(args, tmp_path):
     assert len(done.stdout.splitlines()) > 1
 
 
+@pytest.mark.long
 def test_ls_prints_every_recipe_with_its_title():
     listed = dict(line.split(maxsplit=1) for line in run("ls").stdout.splitlines())
     assert listed.keys() == {path.stem for path in recipes_folder().glob("*.yaml")}
@@ -103,6 +105,7 @@ def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp
     assert Path("parts", parts[-1]).read_text() == "mine"
 
 
+@pytest.mark.long
 def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "short.yaml").write_text("max_steps: 7\ngradient_clip_val: 0.5\n")
@@ -189,6 +192,7 @@ def test_from_python_settings_may_be_a_mapping_in_place_of_a_command_line(kind, 
     assert RecipeCLI(args=kind(subcommand="fit", fit=fit), save_config_callback=None).trainer.global_step == 3
 
 
+@pytest.mark.long
 def test_help_of_a_command_names_our_options():
     text = run("fit", "--help").stdout
     assert "--config" in text

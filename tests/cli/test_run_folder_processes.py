@@ -4,11 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from harness import processes
 
 from lightning_tricks.checkpoints import verify_checkpoint
 from lightning_tricks.cli import RecipeCLI
+
+pytestmark = pytest.mark.long
 
 RUN = Path("runs/toy/version_0")
 START = {"config.yaml", "hparams.yaml", "events"}

@@ -87,6 +87,7 @@ def stderr_of(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: 
     return said.strip().splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.args or row.edit or row.words))
 def test_a_wrong_input_is_one_line_with_option_value_and_remedy(row: Row, folder, tmp_path, capsys, monkeypatch):

@@ -116,6 +116,7 @@ def trained(tmp_path_factory, text_file) -> Run:
     return Run(folder, rows, first | then)
 
 
+@pytest.mark.long
 def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
     data, rows = trained.rows_of_all()
     for saved in SAVED:

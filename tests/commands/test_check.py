@@ -71,6 +71,7 @@ def failed(results):
 # ---- the whole list
 
 
+@pytest.mark.long
 def test_a_healthy_recipe_passes_and_leaves_nothing_behind(folder, tmp_path, capsys):
     before = sorted(folder.rglob("*"))
     with pytest.raises(SystemExit) as end:
@@ -93,6 +94,7 @@ def _built():
     return model
 
 
+@pytest.mark.long
 def test_faults_are_one_line_each_the_other_checks_go_on_and_the_exit_code_is_1(folder, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(SystemExit) as end:
@@ -137,6 +139,7 @@ class Broken(pl.LightningModule):
         return []
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
     results = found(folder, model=Broken(), checks=only("model", "folders"))
     assert failed(results) == ["model"]
@@ -198,6 +201,7 @@ def test_a_warmup_longer_than_the_run_is_refused_and_a_run_without_validation_no
     assert "val_check_interval=50: the run ends before its first validation" in note.line
 
 
+@pytest.mark.long
 def test_ranks_of_the_recipes_own_world_send_the_same(folder):
     strategy = FSDP2Strategy(mesh=ParallelDims(tensor=2))
     result = found(folder, checks=only("layout"), strategy=strategy, num_nodes=4, devices=8)["layout"]
@@ -215,6 +219,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_told_once(folder):
     assert results["memory"].line == "not known, see layout"
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_is_refused_with_the_first_change_that_fits(folder, monkeypatch):
     wide = module(replace(CONFIG, d_model=128))
     data = tokens(folder, micro_batch_size=8)
@@ -256,6 +261,7 @@ def test_a_folder_that_cannot_be_written_is_refused(folder):
 # ---- the disk
 
 
+@pytest.mark.long
 def test_the_disk_is_asked_for_weights_and_state_of_all_checkpoints_that_stay(folder, monkeypatch):
     count = sum(parameter.numel() for parameter in _built().parameters())
     # 4 saves of 20 steps; two newest stay and one is being written; AdamW keeps two averages
@@ -270,6 +276,7 @@ def test_the_disk_is_asked_for_weights_and_state_of_all_checkpoints_that_stay(fo
     assert "make room, keep fewer (keep_last), or save to another disk (dirpath)" in results["disk"].line
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_the_state_that_the_host_keeps(folder):
     options = {"strategy": FSDP2Strategy(cpu_offload=True), "accelerator": "gpu", "devices": 2}
     checked = Checked(module(), tokens(folder), trainer(folder, **options))

@@ -162,6 +162,7 @@ STATE = "optimizer, buffers and scaler"
 PARTS = ("batch", "random state of torch", "random state of NumPy and Python", "loss", STATE, "weights")
 
 
+@pytest.mark.long
 def test_a_sound_run_is_equal_in_every_part(once):
     report = verify_resume(make, steps=6)
     assert isinstance(report, ResumeReport)
@@ -173,6 +174,7 @@ def test_a_sound_run_is_equal_in_every_part(once):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("planted", "first"),
     [
@@ -196,16 +198,19 @@ def test_each_fault_is_named_at_its_first_step(once, monkeypatch, planted, first
         assert "weights: differs first at step 3; equal at 3 steps" in str(report)
 
 
+@pytest.mark.long
 def test_a_run_that_differs_from_itself_is_told_from_a_resume_that_fails(monkeypatch):
     monkeypatch.setenv("PLANTED_FAULT", "unseeded")
     assert "two starts of this run differ before any resume, first in loss at step 0" in str(verify_resume(make, 4))
 
 
+@pytest.mark.long
 def test_a_window_of_micro_batches_is_one_step():
     report = verify_resume(make_in_windows, steps=4)
     assert report.equal, report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [make_ddp, make_fsdp2])
 def test_every_process_of_a_run_is_compared(make, monkeypatch):
     report = verify_resume(make, steps=4)
@@ -214,6 +219,7 @@ def test_every_process_of_a_run_is_compared(make, monkeypatch):
     assert str(report).endswith("2 + kill -9 + 2 in 2 processes are equal to the bit, in what was compared")
 
 
+@pytest.mark.long
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
     for made, steps, words in (
         (lambda: make(), 6, "give a function that stands at the top of a module or script"),
@@ -282,6 +288,7 @@ def test_the_runs_are_started_as_the_command_was(tmp_path, monkeypatch, script):
         verify_module.run(["--config", "recipe.yaml"])
 
 
+@pytest.mark.long
 def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_file, tmp_path):
     (tmp_path / "small.yaml").write_text(RECIPE.replace("TEXT", text_file))
     command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]

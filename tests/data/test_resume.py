@@ -12,6 +12,8 @@ from harness.processes import free_port
 from harness.token_files import write_token_files
 from killed_run import run
 
+pytestmark = pytest.mark.long
+
 STEPS = 8
 
 

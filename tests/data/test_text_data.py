@@ -129,6 +129,7 @@ def test_the_seed_orders_the_rows(make):
     assert rows[0][0] == rows[0][1] != rows[1][0]
 
 
+@pytest.mark.long
 def test_workers_do_the_fetching(make, monkeypatch):
     plain = TrainBatches.__getitem__
     monkeypatch.setattr(
@@ -142,6 +143,7 @@ def test_workers_do_the_fetching(make, monkeypatch):
         assert (os.getpid() in pids) is (num_workers == 0)
 
 
+@pytest.mark.long
 def test_loading_draws_nothing_from_the_run_s_random_numbers(make):
     data = make(num_workers=1)
     data.setup()
@@ -399,6 +401,7 @@ def test_every_option_is_documented():
             assert f"\n    {name}: " in inspect.getdoc(data)
 
 
+@pytest.mark.long
 def test_tokenizing_says_two_lines_and_workers_nothing(story, tmp_path):
     script = f"""
 from lightning_tricks.data import TextData

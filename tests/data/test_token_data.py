@@ -122,6 +122,7 @@ def test_an_id_beyond_the_declared_vocabulary_is_named_before_training(write_sha
         data.setup()
 
 
+@pytest.mark.long
 def test_an_id_that_the_scan_did_not_reach_is_named_at_its_batch(write_shard, monkeypatch):
     monkeypatch.setattr("lightning_tricks.data.base.SCANNED_TOKENS", 0)
     ids = np.zeros(400, dtype=int)
@@ -232,6 +233,7 @@ def test_a_fit_after_a_validation_of_a_checkpoint_starts_at_row_0(write_shard, t
     assert seen[2:] == seen[:2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then
 def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(write_shard, end_later):
     stream = TokenStream([write_shard(np.arange(200))])

@@ -352,6 +352,7 @@ def _in_two(rank: int, folder: Path, shards: Path) -> None:
     run("sharded, resumed", FSDP2Strategy(), ckpt_path=folder / "fsdp2" / "step=4.ckpt")
 
 
+@pytest.mark.long
 def test_two_processes_resume_to_the_bit_and_keep_the_global_batch_of_one(tmp_path, shards):
     def alone(*callbacks: Any, **options: Any) -> WithGroups:
         module = WithGroups(dropout=0.0)

@@ -86,6 +86,7 @@ def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path,
         assert type(pickle.loads(pickle.dumps(holder))) is type(holder)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_fit_goes_on_in_a_new_process(tmp_path):
     first = trainer_with(tmp_path, TOGETHER)

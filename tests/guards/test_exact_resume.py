@@ -135,6 +135,7 @@ def differences(folder: Path, reference: Path, rank: int = 0) -> list:
     return [(expected.get(key), got.get(key)) for key in expected | got if got.get(key) != expected.get(key)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(ended, case):
     folder, unbroken = ended(case), ended("unbroken")
@@ -144,16 +145,19 @@ def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(ended, case):
     assert sum(key[0] == "weights" for key in said(folder / "run")) == 1
 
 
+@pytest.mark.long
 def test_without_it_the_same_kill_gives_another_run(ended):
     folder = ended("without it")
     assert len(differences(folder / "killed", folder / "run")) > 8
 
 
+@pytest.mark.long
 def test_rows_may_be_made_by_another_number_of_workers(ended):
     folder = ended("other workers")
     assert differences(folder / "run", ended("unbroken") / next(iter(CASES))) == []
 
 
+@pytest.mark.long
 def test_a_finished_run_is_carried_on_with_more_steps(ended):
     got, expected = said(ended("more steps") / "run"), said(ended("unbroken") / "max_steps, no validation")
     assert {key: got[key] for key in expected if key[0] in ("batch", "step")} == {
@@ -162,6 +166,7 @@ def test_a_finished_run_is_carried_on_with_more_steps(ended):
     assert got["weights", 0] == expected["weights", 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), OF_TWO)
 def test_two_processes_resume_each_with_its_own_state(ended, kind, options):
     folder = ended(f"two, {kind} {options}")

@@ -76,6 +76,7 @@ def test_from_each_position_of_two_passes_the_rest_is_the_same(kind):
         assert len(rest) in (len(whole) // 2 - index, len(whole) - index)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["shuffle/2", "rows/2", "whim/2", "stateful/2", "stream/3"])
 def test_workers_make_the_same_batches_from_a_position_on(kind):
     positions, whole = passes(kind, 1)
@@ -91,6 +92,7 @@ class Noise(torch.utils.data.Dataset):
         return torch.rand(())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_each_rank_has_random_numbers_of_its_own(num_workers):
     ranks = [replayed(DataLoader(Noise(), num_workers=num_workers), 11, rank, lambda: None) for rank in (0, 1)]
@@ -228,6 +230,7 @@ def test_samplers_of_torch_serve_the_same_order_again(sampler):
     assert bits(served(loader(), position)) == bits(rest)
 
 
+@pytest.mark.long
 def test_workers_are_started_as_the_user_s_loader_says():
     """In the context and with the function that it names."""
 

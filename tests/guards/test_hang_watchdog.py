@@ -120,6 +120,7 @@ class Waits(Dataset):
         return torch.ones(4)
 
 
+@pytest.mark.long
 def test_a_loader_with_workers_is_named_with_them_and_the_one_that_has_the_next_batch(reports):
     rows = Waits()
 
@@ -559,6 +560,7 @@ def test_without_a_verdict_rank_0_is_named_unless_it_has_ended_in_order(clock, r
     assert [each.startswith(f"HangWatchdog: {said}") for each in line] == ([] if said is None else [True])
 
 
+@pytest.mark.long
 def test_a_process_is_killed_only_if_it_is_the_same_on_this_host():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     own = Process(1, 2, this_process(0, 2).host, child.pid, start_ticks(child.pid))
@@ -596,6 +598,7 @@ def ranks(rank: int, folder: Path) -> None:
     assert line.format(this_process(0, 2).host) in own.read_text()
 
 
+@pytest.mark.long
 def test_two_ranks_both_dump_and_name_the_one_behind(tmp_path):
     processes.run(ranks, tmp_path)
     for rank in (0, 1):

@@ -127,6 +127,7 @@ def on_two_ranks(rank: int, folder: str, weights: list) -> list:
     return after
 
 
+@pytest.mark.long
 def test_shards_of_two_ranks_start_two_ranks_and_one(source, tmp_path):
     after, _ = run_processes(on_two_ranks, str(tmp_path), source[1])
     start, _ = fit(tmp_path, InitFrom(tmp_path / "shards.ckpt"), seed=4)

@@ -162,6 +162,7 @@ def go_on(out: str) -> list[str]:
 CHECKPOINT = ("--ckpt_path", "runs/toy/version_0/checkpoints/last.ckpt")
 
 
+@pytest.mark.long
 def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, ended):
     folder, code, out = ended("alone")
     assert code == STOPPED[signal.SIGTERM], out
@@ -175,6 +176,7 @@ def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, ended)
     assert losses(folder) == unbroken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "ranks"), OF_LIGHTNING)
 def test_processes_of_lightnings_launcher_leave_together(ended, number, ranks):
     folder, code, out = ended(f"two {number} {ranks}")

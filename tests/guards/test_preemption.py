@@ -33,6 +33,7 @@ def alone(data, tmp_path_factory):
     return folder, *run(cases, 1, "ModelCheckpoint", data, folder, todo, world=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "how"), ALONE)
 def test_one_process(alone, place, how):
     folder, results = alone
@@ -66,6 +67,7 @@ def together(data, tmp_path_factory):
     return folder, *run(cases, 2, "SafeCheckpoint", data, folder, [*PAIRS, ("last step", "SIGTERM", (1,))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "how", "ranks"), PAIRS)
 def test_two_processes(together, place, how, ranks):
     folder, *both = together

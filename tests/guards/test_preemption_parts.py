@@ -403,6 +403,7 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
     assert ours.received is Reason.NONE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("context", "kind"), [("fork", DataLoader), ("spawn", DataLoader), ("fork", StatefulDataLoader)]
 )
@@ -430,6 +431,7 @@ def test_on_a_system_that_cannot_wait_for_signals_workers_are_left_as_they_are(m
         assert torch.utils.data._utils.worker._worker_loop is before
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_ends_with_its_loader():
     with shielded_workers():
         loader = iter(DataLoader(range(8), batch_size=None, num_workers=1, multiprocessing_context="fork"))
@@ -490,6 +492,7 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code", "asked"),
     [("SIGUSR1", 143, True), ("deadline", 143, True), ("SIGTERM", 143, False), ("SIGINT", 130, False)],
@@ -539,6 +542,7 @@ def test_on_slurm_a_run_from_a_checkpoint_of_its_own_choice_gets_no_link(slurm):
     assert list(root.glob("hpc_ckpt_*")) == []
 
 
+@pytest.mark.long
 def test_without_scontrol_it_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue("12") == "SLURM job 12 is not requeued (No such file or directory): scontrol requeue 12"
@@ -564,6 +568,7 @@ def agree(rank):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_ranks_agree_on_the_largest_number_one_call_later():
     run(agree)
 

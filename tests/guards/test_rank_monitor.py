@@ -123,6 +123,7 @@ class Program:
         return shown, limits
 
 
+@pytest.mark.long
 def test_on_the_way_out_a_consequence_is_hidden_and_children_are_waited_for_and_ended(monkeypatch):
     program = Program(monkeypatch)
     children = tuple(
@@ -172,6 +173,7 @@ def test_of_a_failed_fit_nothing_is_kept(monkeypatch):
     assert alive() is None
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_on_its_way_out_is_ended():
     code = "import time; from lightning_tricks._host.exit import end_within; end_within(0.2); time.sleep(100)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.DEVNULL).returncode == 1
@@ -312,6 +314,7 @@ def beside_each_other(tmp_path_factory):
         yield wait
 
 
+@pytest.mark.long
 def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(beside_each_other):
     code, out = beside_each_other(KILLED)
     assert code
@@ -328,5 +331,6 @@ def test_an_interrupt_is_as_without(beside_each_other):
     assert "rank 0 of 2" not in out
 
 
+@pytest.mark.long
 def test_what_is_no_failure_ends_nothing_and_changes_nothing(beside_each_other):
     beside_each_other("two")

@@ -178,6 +178,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
     assert steps(folder) == [2, 4, 6]
 
 
+@pytest.mark.long
 def test_two_ranks_agree_on_the_run(tmp_path):
     processes.run(on_two_ranks, tmp_path)
 

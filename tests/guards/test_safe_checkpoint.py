@@ -644,6 +644,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.long
 def test_a_real_full_disk_is_kept_going_by_its_ring(small_disk):
     model = Model()
     model.register_buffer("ballast", torch.zeros(2**19))

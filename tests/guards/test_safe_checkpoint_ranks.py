@@ -16,6 +16,8 @@ from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import TokenData
 
+pytestmark = pytest.mark.long
+
 
 class Model(pl.LightningModule):
     """An embedding with dropout; notes each loss."""

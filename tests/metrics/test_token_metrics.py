@@ -193,6 +193,7 @@ def validate_half(rank):
     return model.seen, fine.compute().item()
 
 
+@pytest.mark.long
 def test_two_ragged_ranks_have_the_figures_of_one_process():
     for seen, fine in processes.run(validate_half):
         assert seen == [pytest.approx(EXPECTED, rel=1e-12)]

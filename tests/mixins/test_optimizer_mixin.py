@@ -459,6 +459,7 @@ def sharing_in_two(rank):
     return {name: sharing(rank, *case, devices=2) for name, case in cases.items()}
 
 
+@pytest.mark.long
 def test_muon_shares_its_work_where_weights_and_gradients_are_equal_on_all_ranks():
     assert sharing(0)[0] is None
     ranks = processes.run(sharing_in_two)

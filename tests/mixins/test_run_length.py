@@ -330,6 +330,7 @@ def _fit_on_two_ranks(rank, folder, shard):
     assert resumed.global_step == 6
 
 
+@pytest.mark.long
 def test_two_ranks_end_together_and_a_resume_on_one_ends_with_its_own_last_step(shards, tmp_path):
     processes.run(_fit_on_two_ranks, tmp_path, shards)
     trainer, model = fit(tokens(shards), resume=tmp_path / "step=3.ckpt", max_epochs=3, accumulate_grad_batches=3)

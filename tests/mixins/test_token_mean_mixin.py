@@ -51,6 +51,7 @@ def one_of_two(rank: int) -> tuple[torch.Tensor, float]:
     return fit(parts, devices=2, strategy="ddp", accumulate_grad_batches=2)
 
 
+@pytest.mark.long
 def test_two_ragged_ranks_with_accumulation_take_the_step_of_one_process():
     whole, whole_mean = fit([TARGETS])
     for weight, mean in processes.run(one_of_two):

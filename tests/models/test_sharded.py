@@ -1,5 +1,6 @@
 """The decoder in shards, two processes on a CPU: the same weights, logits and gradients as whole."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import processes
@@ -7,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.optim import MuP, build_optimizer
+
+pytestmark = pytest.mark.long
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
 CONFIGS = [(GPT2(**SHAPE), None), (Llama(**SHAPE, n_kv_heads=2), None)]

@@ -283,6 +283,7 @@ def trouble_on_one_rank(rank):
     return run.of("activations/blocks.0/nonfinite_fraction"), run.of("activations/blocks.0/rms")
 
 
+@pytest.mark.long
 def test_trouble_on_any_rank_shows():
     (lost, sizes), (also_lost, _) = processes.run(trouble_on_one_rank)
     assert lost == also_lost == pytest.approx([1 / 3, 1 / 3])  # rank 1 lost one of three rows

@@ -215,6 +215,7 @@ def fsdp1(rank):
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.long
 def test_flat_shards_are_gathered_when_a_block_is_asked():
     processes.run(fsdp1)
 
@@ -231,6 +232,7 @@ def largest_of_ranks(rank):
     return fit(Ranks(), AttentionMonitor(), max_steps=1, **options).rows[0][1]
 
 
+@pytest.mark.long
 def test_ranks_give_their_largest():
     singles = []
     for seen in (0, 1):
@@ -284,6 +286,7 @@ def sharded(rank, alone):
             assert own == pytest.approx(expected, rel=1e-3), compiled
 
 
+@pytest.mark.long
 def test_shards_tell_what_one_process_tells_eager_and_compiled_and_train_the_same():
     model, data = language_model()
     run = fit(model, AttentionMonitor(), ActivationMonitor(), data=data, max_steps=2, log_every_n_steps=1)

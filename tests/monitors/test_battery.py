@@ -163,6 +163,7 @@ def in_two_processes(groups):
     return {name: ([rank[name][0] for rank in ranks], ranks[0][name][1]) for name in ranks[0]}
 
 
+@pytest.mark.long
 def test_no_monitor_changes_anything_in_two_processes():
     alone = {name: {name: make} for name, make in CASES.items()}
     found = in_two_processes(GROUPS)

@@ -241,6 +241,7 @@ def two_ranks(rank, slow):
     return [each.symptom for each in monitor.found], sorted(run.names())
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_named_by_rank_0():
     (found, names), (others, _) = processes.run(two_ranks, True)
     assert "slow_rank" in found

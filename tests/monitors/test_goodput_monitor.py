@@ -277,6 +277,7 @@ def killed(*args):
         processes.run(process, *args, world=1)
 
 
+@pytest.mark.long
 def test_two_kills_and_a_resume_lose_no_second(tmp_path):
     checkpoint = tmp_path / "step=4.ckpt"
     # set-up 10 + 5 + 3 until 1018; steps 2 to 4 until 1027, a save until 1030; steps 5 and 6 until 1036; the batch and
@@ -717,6 +718,7 @@ def train_two(rank, folder):
     return found, monitor.seconds, resumed.seconds, clock.now
 
 
+@pytest.mark.long
 def test_in_two_processes_the_times_are_those_of_rank_0(tmp_path):
     (found, seconds, resumed, now), _ = processes.run(train_two, str(tmp_path))
     assert seconds["setup"] == pytest.approx(18)

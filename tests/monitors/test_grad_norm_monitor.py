@@ -384,6 +384,7 @@ def rows_of_a_rank(rank, kind):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_two_processes_log_the_norms_of_one(kind):
     for (clip, accumulate), found in zip(CASES, processes.run(rows_of_a_rank, kind)[0], strict=True):

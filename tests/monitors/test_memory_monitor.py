@@ -109,5 +109,6 @@ def largest_of_ranks(rank):
     return run.of("memory/rss_gib"), run.of("memory/peak_rss_gib")
 
 
+@pytest.mark.long
 def test_ranks_give_their_largest():
     assert processes.run(largest_of_ranks) == [([2.0, 2.0], [5.0, 5.0])] * 2

@@ -677,6 +677,7 @@ def train_two(rank):
     return found
 
 
+@pytest.mark.long
 def test_two_ranks_count_their_own_tokens_once():
     with_padding, shorter = processes.run(train_two)[0]
     # a step: 16 + 8 real tokens and 4 samples on two devices, in 2 seconds

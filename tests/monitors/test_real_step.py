@@ -375,5 +375,6 @@ def count_on_two(rank: int) -> None:
         assert found.found == (TOTAL, 0), (strategy, found.found)
 
 
+@pytest.mark.long
 def test_every_rank_counts_its_own_micro_batch_also_in_shards():
     processes.run(count_on_two)

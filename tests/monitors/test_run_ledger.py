@@ -93,6 +93,7 @@ def problems(folder):
     return check(read_ledger(folder))[1]
 
 
+@pytest.mark.long
 def test_the_ledger_of_a_killed_and_resumed_run_is_that_of_the_unbroken_one(clean, tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         processes.end(processes.start_alone(partial(fit, log_every_n_steps=1), tmp_path, Plant(4, "kill")))
@@ -137,6 +138,7 @@ def two(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
     fit(tmp_path, data=Rows(2), accumulate_grad_batches=2)
     for one, other in ((clean, two / "clean"), (clean, tmp_path), (tmp_path, two / "clean"), (two / "windows", clean)):

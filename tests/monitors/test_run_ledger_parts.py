@@ -252,6 +252,7 @@ def sharded_sums(rank):
     return sums
 
 
+@pytest.mark.long
 def test_shards_of_two_processes_add_up_to_the_sum_of_one():
     one, other = processes.run(sharded_sums)
     expected = number(WeightSum(Mixed(), 1, 0).of_all(CPU))

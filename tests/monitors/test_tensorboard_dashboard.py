@@ -497,6 +497,7 @@ def _ranks(rank: int, folder: str) -> None:
     assert float(trainer.callback_metrics["train/clip_norm"]) == 0.5
 
 
+@pytest.mark.long
 def test_only_rank_0_writes(tmp_path):
     processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
@@ -512,6 +513,7 @@ short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callback
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path, monkeypatch, alone):
     """Also where the collection builds on the other package, as it does in this process."""

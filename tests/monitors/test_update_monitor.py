@@ -337,5 +337,6 @@ def shards(rank, alone):
             assert found == pytest.approx(expected, rel=1e-4), strategy
 
 
+@pytest.mark.long
 def test_ddp_and_fsdp2_give_the_figures_of_one_process():
     processes.run(shards, fit(Sharded(), UpdateMonitor(None)).rows)

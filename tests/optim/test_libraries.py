@@ -383,6 +383,7 @@ def in_shards(rank: int, expected: dict[str, list[torch.Tensor]], folder: Any) -
                 assert torch.equal(found, one), name
 
 
+@pytest.mark.long
 def test_two_shards_train_as_one_process_and_resume_to_the_bit(tmp_path):
     """Both add the gradients of the same two micro-batches, so that no CPU's rounding is between them.
 

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from foreign import CausalLM, rows
 from harness import processes
@@ -20,6 +21,8 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
 from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.strategies import FSDP2Strategy
+
+pytestmark = pytest.mark.long
 
 STEPS, SAVED = 20, 12  # four epochs of the data
 

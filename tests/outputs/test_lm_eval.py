@@ -35,7 +35,7 @@ KINDS = {
 }
 
 pytestmark = [
-    pytest.mark.outside,
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval"),
 ]
 

@@ -191,6 +191,7 @@ def sample_in_two(rank):
     return greedy_samples(strategy=FSDP2Strategy(compile_blocks=True), devices=2, use_distributed_sampler=False)
 
 
+@pytest.mark.long
 def test_sharded_compiled_modules_write_what_one_process_does():
     assert processes.run(sample_in_two) == [greedy_samples()] * 2
 

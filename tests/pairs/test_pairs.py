@@ -1,5 +1,6 @@
 """Tricks, precisions, strategies, optimizers: each three of them meet in a run that is killed and goes on."""
 
+from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,22 @@ FORBIDDEN = [combination for combination, _ in REFUSED]
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
 SEEDS = {"two shards": 1, "two tensor ranks": 3}  # the first ones that need no more than 14 rows
-IN_TWO = {
-    layout: [{"layout": layout, **row} for row in covering_array(OTHERS, FORBIDDEN, strength=2, seed=seed)]
-    for layout, seed in SEEDS.items()
-}
-IN_ONE = covering_array({**FACTORS, "layout": ("one process",)}, FORBIDDEN, given=list(chain(*IN_TWO.values())))
 PARTS = 3  # for as many workers
 # other sums of the same numbers: of fp32, of weights in fp16, of gradients and updates in bf16
 BOUNDS = {"fp32": 1e-4, "FP16Mixed": 2e-3, "BF16True": 2e-2}
+
+
+@cache
+def rows_in_two(layout: str) -> list[dict[str, Any]]:
+    """Rows in which all pairs of the other settings meet."""
+    return [{"layout": layout, **row} for row in covering_array(OTHERS, FORBIDDEN, strength=2, seed=SEEDS[layout])]
+
+
+@cache
+def rows_in_one() -> list[dict[str, Any]]:
+    """Rows of one process, for the threes that are missing in those of two."""
+    given = list(chain(*map(rows_in_two, SEEDS)))
+    return covering_array({**FACTORS, "layout": ("one process",)}, FORBIDDEN, given=given)
 
 
 def flat(curves: dict[str, Any]) -> dict[tuple[Any, ...], float]:
@@ -83,30 +92,40 @@ def report(rows: list[dict[str, Any]], folder: Path, tokens: Path) -> list[dict[
 
 
 def test_each_three_settings_meet_in_one_row():
-    rows = [*IN_ONE, *chain(*IN_TWO.values())]
+    rows = [*rows_in_one(), *chain(*map(rows_in_two, SEEDS))]
     held = {frozenset(three) for row in rows for three in combinations(row.items(), 3)}
     assert held == combinations_to_cover(FACTORS, FORBIDDEN, 3)
     assert len(rows) < 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_one_process_a_killed_run_goes_on_to_the_bit(part, tmp_path):
-    report(IN_ONE[part::PARTS], tmp_path, write_token_files(tmp_path / "tokens"))
+    report(rows_in_one()[part::PARTS], tmp_path, write_token_files(tmp_path / "tokens"))
 
 
 def in_two(rank: int, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     return report(rows, folder, folder / "tokens")
 
 
+@pytest.mark.long
+@pytest.mark.canary
+def test_the_first_row_in_two_shards_is_killed_and_goes_on_to_the_bit(tmp_path):
+    write_token_files(tmp_path / "tokens")
+    processes.run(in_two, rows_in_two("two shards")[:1], tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_two_shards_a_killed_run_goes_on_to_the_bit(part, tmp_path):
     write_token_files(tmp_path / "tokens")
-    processes.run(in_two, IN_TWO["two shards"][part::PARTS], tmp_path)
+    processes.run(in_two, rows_in_two("two shards")[1:][part::PARTS], tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_two_tensor_ranks_a_killed_run_goes_on_to_the_bit_and_trains_as_one_process(part, tmp_path):
-    tokens, rows = write_token_files(tmp_path / "tokens"), IN_TWO["two tensor ranks"][part::PARTS]
+    tokens, rows = write_token_files(tmp_path / "tokens"), rows_in_two("two tensor ranks")[part::PARTS]
     started = processes.start(in_two, rows, tmp_path)
     alone = [
         curves_of({**row, "layout": "one process"}, tmp_path / f"alone {number}", tokens, as_ranks=True)
@@ -122,6 +141,7 @@ def resume(rank: int, row: dict[str, Any], checkpoint: Path, folder: Path, token
     return curves_of(row, folder, tokens, resume=checkpoint)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keeper", ["SafeCheckpoint", "ExactResume"])  # of the random state
 def test_a_run_of_one_process_goes_on_on_two_tensor_ranks_which_drop_the_same(keeper, tmp_path):
     tokens, row = write_token_files(tmp_path / "tokens"), {**ALONE, keeper: True, "GradNormMonitor": True}

@@ -162,5 +162,6 @@ def in_two(rank, folder):
             assert fit(ckpt_path=at / "step=2.ckpt", max_steps=4, strategy=strategy(), devices=2)[2] == {chosen[1]}
 
 
+@pytest.mark.long
 def test_all_ranks_take_what_rank_0_measured_and_resume_in_it(tmp_path):
     processes.run(in_two, tmp_path)

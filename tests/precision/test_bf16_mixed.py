@@ -111,5 +111,6 @@ def under_fsdp2(rank: int) -> None:
         assert {weight.dtype for weight in run.weights} == {torch.float32}
 
 
+@pytest.mark.long
 def test_under_fsdp2_nothing_is_cast_twice_and_nothing_is_left_uncast():
     processes.run(under_fsdp2)

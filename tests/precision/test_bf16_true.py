@@ -387,6 +387,7 @@ def train_in_two(rank):
     shard_and_train(rank)
 
 
+@pytest.mark.long
 def test_replicas_stay_equal_and_shards_round_each_in_its_own_way_without_autocast():
     processes.run(train_in_two)
 
@@ -396,6 +397,7 @@ def save_and_load_in_two(rank, folder, full):
     cross_shards(rank, folder, full)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [True, False], ids=["one file", "a folder of shards"])
 def test_sharded_checkpoints_resume_bitwise_and_open_across_precisions(tmp_path, full):
     processes.run(save_and_load_in_two, tmp_path, full)

@@ -124,5 +124,6 @@ def under_fsdp2(rank: int, folder: str, alone: dict[str, list[float]]) -> None:
         torch.testing.assert_close(mean / 2, torch.tensor(alone[name]), rtol=CLOSE, atol=0)
 
 
+@pytest.mark.long
 def test_under_fsdp2_it_trains_as_alone_and_resumes_bitwise(alone, tmp_path):
     processes.run(under_fsdp2, str(tmp_path), {name: alone(name).losses[:4] for _, name in CASES})

@@ -31,6 +31,8 @@ from lightning_tricks.models import Decoder
 from lightning_tricks.precision.float8 import linear  # noqa: F401, takes long: once for all processes
 from lightning_tricks.strategies import FSDP2Strategy
 
+pytestmark = pytest.mark.long
+
 SMALL = Llama(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=16)
 ONE_LAYER = ["mlp", r"attn\.[kvo]"]  # to exclude, where each product that is traced takes long
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)

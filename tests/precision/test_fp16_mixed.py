@@ -587,6 +587,7 @@ def two_ranks(rank, kind, optimizer, plain, clip, path):
     return straight, resumed, model.dtypes, model.autocast
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "optimizer", "plain", "clip"),
     [

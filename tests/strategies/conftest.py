@@ -7,4 +7,4 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "zero" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.outside)
+            item.add_marker(pytest.mark.long)

@@ -177,6 +177,7 @@ def written(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_two_ranks_average_their_shards_to_what_one_process_has_and_resume_to_the_bit(written):
     assert {path.name for path in (written / "ema").iterdir()} == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
 
@@ -204,6 +205,7 @@ def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written
     assert not same(list(model.state_dict().values()), list(found["state_dict"].values()))
 
 
+@pytest.mark.long
 def test_a_file_the_background_bf16_and_fp8_hold_the_average_too(tmp_path):
     processes.run(other_layouts_of_two, tmp_path)
     for name in ("file", "background"):

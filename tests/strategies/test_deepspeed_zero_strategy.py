@@ -702,7 +702,7 @@ def test_options_and_settings_that_deepspeed_has_not_are_refused():
     refused("gradient_clip_algorithm=value", gradient_clip_algorithm="value")
 
 
-@pytest.mark.outside
+@pytest.mark.long
 @needs_deepspeed
 def test_another_device_than_deepspeeds_is_refused(monkeypatch):
     accelerator = load_deepspeed().accelerator.get_accelerator()

@@ -118,6 +118,7 @@ def in_two(rank, folder, expected):
             assert not different, (plugin, dcp, different)
 
 
+@pytest.mark.long
 def test_scalars_channels_last_and_tied_weights_train_and_resume_as_in_one_process(tmp_path):
     expected = {}
     for plugin in PLUGINS:
@@ -211,5 +212,6 @@ def refused_by_one_rank(rank):
     assert grads[0] == [2.0, 2.0], "the mean over both ranks, of which one has no gradient, before any hook"
 
 
+@pytest.mark.long
 def test_a_refusal_by_one_rank_is_one_on_all_and_a_scalar_that_one_rank_uses_has_a_gradient_on_all():
     processes.run(refused_by_one_rank)

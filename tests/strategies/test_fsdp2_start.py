@@ -16,6 +16,8 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2
 from lightning_tricks.strategies import FSDP2Strategy
 
+pytestmark = pytest.mark.long
+
 SEED = 7  # of rank 0; rank r has SEED + r
 
 

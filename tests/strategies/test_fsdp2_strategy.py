@@ -142,6 +142,7 @@ def the_norm_changes_no_clip(rank: int) -> None:
         assert all(torch.equal(weight, other[name]) for name, weight in trained[0].items())
 
 
+@pytest.mark.long
 def test_foreign_modules_train_as_in_one_process():
     expected = {}
     for kind, cls in (("llama", CausalLM), ("encoder", Encoder), ("image", Image)):
@@ -172,6 +173,7 @@ def ours_in_two(rank: int, expected: dict) -> None:
         assert [group["name"] for group in groups] == names
 
 
+@pytest.mark.long
 def test_the_language_model_has_the_same_groups_schedule_norm_and_flops():
     expected = {}
     for name, compiled in (("llama", False), ("tied", False)):
@@ -196,6 +198,7 @@ def gradients_in_two(rank: int, expected: dict) -> None:
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{compiled} {name}")
 
 
+@pytest.mark.long
 def test_every_gradient_is_that_of_one_process_compiled_or_not():
     model = CausalLM()
     batch = next(iter(rows()))
@@ -217,6 +220,7 @@ def on_four(rank: int, losses: list[float]) -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
 
 
+@pytest.mark.long
 def test_hsdp_shards_over_two_and_copies_over_two():
     model = CausalLM()
     fit(model, data=rows(), max_steps=3)
@@ -280,6 +284,7 @@ def sharded_before(rank: int) -> None:
     assert len(model.losses) == 5
 
 
+@pytest.mark.long
 def test_other_ways_to_shard_are_refused_where_an_earlier_run_has_sharded_the_module():
     processes.run(sharded_before)
 
@@ -312,6 +317,7 @@ def lbfgs_in_two(rank: int, expected: dict) -> None:
             fit(refused, FSDP2Strategy(), 2, gradient_clip_val=None)
 
 
+@pytest.mark.long
 def test_lbfgs_searches_along_a_line_as_in_one_process_or_is_refused():
     model = Small(6, 4, 2, optimizer=LBFGS, loss=squares).double()
     fit(model, data=batches(FOUR_ROWS), max_steps=3, gradient_clip_val=None)
@@ -430,6 +436,7 @@ def flops_of_two(rank: int) -> tuple[int, int]:
     return count.found
 
 
+@pytest.mark.long
 def test_a_tensor_rank_counts_its_half_of_the_products():
     # forward: two matrices of 8 x 16 for 2 x 6 positions, four heads of width 4 for 6 x 6 pairs in two rows
     linear, attention = 2 * 2 * 8 * 16 * 12, 2 * 2 * 4 * 4 * 36 * 2

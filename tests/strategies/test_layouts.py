@@ -310,6 +310,7 @@ def make_what_is_refused(folder: Path) -> None:
     torch.save(CausalLM().state_dict(), folder / "bare.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(("kind", "dcp"), WRITTEN)
 def test_shards_open_in_a_trainer_without_a_strategy(kind, dcp, folder):
@@ -336,6 +337,7 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint_whole(started):
     read(folder, "foreign, 2, True", "foreign")
 
 
+@pytest.mark.long
 def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started):
     processes, folder = started["four"]
     end(processes)

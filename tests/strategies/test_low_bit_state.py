@@ -22,6 +22,8 @@ from lightning_tricks.optim import build_optimizer
 from lightning_tricks.strategies import FSDP2Strategy
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
 
+pytestmark = pytest.mark.long
+
 STEPS, SAVED = 6, 4  # the loader has as many batches as the whole run
 # 256 rows of 48 values: shards of two and of one have whole blocks of 256 values, those of three cut them
 ROWS, WIDTH = 256, 48

@@ -170,6 +170,7 @@ def in_two(rank: int, expected: dict) -> None:
             torch.testing.assert_close(weight, values[name], rtol=1e-5, atol=1e-5, msg=f"{message} {name}")
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one():
     expected = {}
     for cls in {cls for cls, _ in CASES}:

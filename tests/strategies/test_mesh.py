@@ -21,6 +21,8 @@ from mesh_runs import (
 
 from lightning_tricks.parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.long
+
 TENSOR, CONTEXT, REPLICAS = ParallelDims(tensor=2), ParallelDims(context=2), ParallelDims(replicate=2, tensor=2)
 
 TWO = {

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from foreign import CausalLM, rows
 from harness import processes
@@ -12,6 +13,8 @@ from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.record import KEY, read_record
 from lightning_tricks.strategies import FSDP2Strategy
+
+pytestmark = pytest.mark.long
 
 
 def go_on_in_one_process(folder: Path) -> list[float]:

@@ -325,6 +325,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_every_rank_gets_rank_0s_values_of_tensors_that_are_not_dense(folder):
     assert (folder / "broadcasts").is_dir()  # each rank has compared them
 
@@ -379,6 +380,7 @@ def test_every_flipped_bit_and_every_missing_file_is_found(folder, name, tmp_pat
         file.write_bytes(content)
 
 
+@pytest.mark.long
 def test_ranks_share_the_reading_and_say_the_same(folder, tmp_path):
     for name in ("good", *FILES):
         shutil.copytree(folder / "overwritten_in_flight" / "async.ckpt", tmp_path / name)
@@ -392,6 +394,7 @@ def alone_and_damaged(rank: int, folder: Path) -> None:
     damaged(rank, folder)
 
 
+@pytest.mark.long
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_and_the_next_save_nothing_else(tmp_path):
     processes.run(saved, tmp_path, 3)
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_tricks._core.protocols import StepsInBatches
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, refuse_second_derivative
 from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
@@ -305,7 +306,7 @@ def _steps_in_batches(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether one of the optimizers says so, and no BF16Step makes copies of all weights around its step."""
     if optimizer is None or "step" in vars(optimizer):
         return False
-    return any(getattr(part, "steps_in_batches", False) for part in _parts(optimizer))
+    return any(isinstance(part, StepsInBatches) and part.steps_in_batches for part in _parts(optimizer))
 
 
 def _as_on_its_device(optimizer: torch.optim.Optimizer, is_gpu: bool) -> None:

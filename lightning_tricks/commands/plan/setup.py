@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import CastsShards, KnowsPeak
 from lightning_tricks._host.machine import devices_here, named_devices
 from lightning_tricks._trainer import is_a, weights_layout
 from lightning_tricks.language_model import LanguageModel
@@ -118,8 +119,8 @@ class RunSetup:
     @property
     def peak_dtype(self) -> str:
         """Name of the column in a table of peaks."""
-        if (own := getattr(self.plugin, "peak_dtype", None)) is not None:
-            return own
+        if isinstance(self.plugin, KnowsPeak) and self.plugin.peak_dtype is not None:
+            return self.plugin.peak_dtype
         tf32 = self.on_gpu and torch.get_float32_matmul_precision() != "highest"  # torch's default, for a run too
         words = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32"}
         return words.get(self.precision.partition("-")[0], "fp32")
@@ -144,7 +145,7 @@ class RunSetup:
         if is_a(self.plugin, "AutoPrecision"):
             dtype = self.product_dtype if self.on_gpu else None
             return MixedPrecisionPolicy(dtype, torch.float32) if dtype else MixedPrecisionPolicy()
-        return getattr(self.plugin, "fsdp2_policy", None) or MixedPrecisionPolicy()
+        return self.plugin.fsdp2_policy if isinstance(self.plugin, CastsShards) else MixedPrecisionPolicy()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast, where FSDP2 does not cast."""

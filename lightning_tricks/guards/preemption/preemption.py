@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
@@ -373,10 +374,11 @@ def save(trainer: Any, barrier: Callable[[], None]) -> str:
     all of it is written. Every rank must call, between two optimizer steps; `barrier` waits for all of them.
     """
     for callback in trainer.callbacks:
-        if hasattr(callback, "save_now"):
+        if isinstance(callback, SavesNow):
             path = callback.save_now(trainer)
             wait_for_write(trainer)
-            return str(trainer.strategy.broadcast(str(path or callback.last_model_path or trainer.ckpt_path or "")))
+            path = path or getattr(callback, "last_model_path", None) or trainer.ckpt_path or ""
+            return str(trainer.strategy.broadcast(str(path)))
     saver = next((one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), None)
     if saver is not None and last_saved_step(saver) == trainer.global_step > 0 and saver.save_last:
         wait_for_write(trainer)

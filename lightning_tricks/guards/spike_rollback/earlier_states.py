@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KeepsRollbackState
 from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks._trainer import enabled_scaler, reduce_over_all, unwrapped
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -57,7 +58,7 @@ class TrainingState:
             "callbacks": {
                 callback.state_key: callback.rollback_state()
                 for callback in trainer.callbacks
-                if hasattr(callback, "rollback_state")
+                if isinstance(callback, KeepsRollbackState)
             },
         }
         here = tree_map(lambda value: local(value).detach() if isinstance(value, Tensor) else value, live)

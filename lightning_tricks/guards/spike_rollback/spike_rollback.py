@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import FollowsRollback
 from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
@@ -278,7 +279,7 @@ class SpikeRollback(pl.Callback):
         self._ring.keep(lambda taken: is_good(taken.step, now, self._rollbacks))
         self._copied_at, self._is_unsaved = now, True
         for callback in trainer.callbacks:
-            if hasattr(callback, "after_rollback"):
+            if isinstance(callback, FollowsRollback):
                 callback.after_rollback()
         rank_zero_warn(
             f"SpikeRollback: step {now}: {what}: weights and optimizer are those of step {first} again, from {source}; "

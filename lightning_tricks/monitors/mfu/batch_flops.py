@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsFlops
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -107,9 +108,8 @@ def known_batch_flops(
         return _constant("token", (per_token, math.nan), "given")
     if per_sample is not None:
         return _constant("sample", (per_sample, math.nan), "given")
-    own = getattr(module, "flops_per_token", None)
-    if callable(own) and contents.length:
-        of_one = functools.cache(lambda length: own(length, attention))
+    if isinstance(module, KnowsFlops) and callable(module.flops_per_token) and contents.length:
+        of_one = functools.cache(lambda length: module.flops_per_token(length, attention))
         return BatchFlops("token", of_one, _line("token", of_one(contents.length)[0], f"{attention} attention"))
     return None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import KnowsPeak
 from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
@@ -192,9 +193,10 @@ class MFUMonitor(pl.Callback):
     def _begin(self, pl_module: Any) -> None:
         """Find FLOPs and peak, log them in a line, and start the clock: the first batch has come."""
         trainer = self._trainer
-        device, dtype = trainer.strategy.root_device, getattr(trainer.precision_plugin, "peak_dtype", None)
+        device, plugin = trainer.strategy.root_device, trainer.precision_plugin
+        dtype = plugin.peak_dtype if isinstance(plugin, KnowsPeak) else None
         self._peak, self._against = device_peak(device, trainer.precision, dtype, self.peak_flops)
-        choice = getattr(trainer.precision_plugin, "choice", None)  # of AutoPrecision, with its reason
+        choice = getattr(plugin, "choice", None)  # of AutoPrecision, with its reason
         self._against += f"; {choice}" if choice else ""
         options = (self.flops_per_token, self.flops_per_sample, self.attention)
         known = known_batch_flops(pl_module, self._contents, *options)

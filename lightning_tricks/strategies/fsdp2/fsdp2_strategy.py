@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import CastsShards, KnowsWeights
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
@@ -184,8 +185,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
                 f"mesh.context={dims.context}: data.seq_len={length} is no multiple of {2 * dims.context}, as each "
                 "rank has a piece of the head and one of the tail of a row: change one of them"
             )
-        describe = getattr(self._module, "without_data", None)
-        module = self._module if describe is None else describe()
+        module = self._module.without_data() if isinstance(self._module, KnowsWeights) else self._module
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
 
@@ -288,10 +288,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     @property
     def options(self) -> ParallelOptions:
         """How `parallelize` is told to treat the module."""
+        plugin = self.precision_plugin
         return self.options_with(
-            convert=getattr(self.precision_plugin, "convert_before_sharding", None),
+            convert=getattr(plugin, "convert_before_sharding", None),
             compile_blocks=self.compile_blocks,
-            policy=getattr(self.precision_plugin, "fsdp2_policy", None) or fsdp.MixedPrecisionPolicy(),
+            policy=plugin.fsdp2_policy if isinstance(plugin, CastsShards) else fsdp.MixedPrecisionPolicy(),
             offload=fsdp.CPUOffloadPolicy() if self._offloads else fsdp.OffloadPolicy(),
         )
 
@@ -355,7 +356,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     def _refuse_scaler(self, module: nn.Module) -> None:
         """Refuse Lightning's fp16 where torch's scaler fails, or tensor ranks would not skip the same steps."""
         plugin = self.precision_plugin
-        if enabled_scaler(plugin) is None or hasattr(plugin, "fsdp2_policy"):  # or it is FP16Mixed
+        if enabled_scaler(plugin) is None or isinstance(plugin, CastsShards):  # or it is FP16Mixed
             return
         found = [f"'{name}', which is not sharded" for name, weight in module.named_parameters() if not weight.ndim]
         found += ["mesh.tensor"] if self.dims.tensor > 1 else []

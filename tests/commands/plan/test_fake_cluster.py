@@ -15,6 +15,8 @@ from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions
 
+pytestmark = pytest.mark.long
+
 CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=4, d_ff=64, max_seq_len=32)
 DIMS = ParallelDims(tensor=2, context=2).of_world(64)
 

@@ -1,0 +1,96 @@
+"""What parts of the collection look for on each other's objects, and on yours: a class has it by having these names.
+
+A module, data module, precision plugin, callback or optimizer needs none of them. One that has them is treated better,
+whoever wrote it: its FLOPs are not counted but asked for, its checkpoint is saved in its own way.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class KnowsFlops(Protocol):
+    """A LightningModule for MFUMonitor, which counts the operations of another one in its first step."""
+
+    def flops_per_token(self, seq_len: int, attention: Any) -> tuple[float, float]:
+        """Of the forward and backward pass, and of what activation checkpointing computes again."""
+
+
+@runtime_checkable
+class KnowsWeights(Protocol):
+    """A LightningModule that builds its weights in `configure_model`: they are checked before a process is started."""
+
+    def without_data(self) -> Any:
+        """A module with the same parameters on the device `meta`."""
+
+
+@runtime_checkable
+class KnowsBaseShapes(Protocol):
+    """A LightningModule for MuP."""
+
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape in the base model of each parameter, by its name."""
+
+
+@runtime_checkable
+class KnowsSamples(Protocol):
+    """A data module whose data are addressed by position, for messages and records that name them."""
+
+    def step_samples(self) -> list[tuple[int, int]] | None:
+        """First and last position of each run of samples that the running optimizer step takes, of all ranks."""
+
+
+@runtime_checkable
+class CastsShards(Protocol):
+    """A precision plugin whose casts FSDP2 does."""
+
+    fsdp2_policy: Any  # a torch.distributed.fsdp.MixedPrecisionPolicy
+
+
+@runtime_checkable
+class KnowsPeak(Protocol):
+    """A precision plugin whose products are faster than its name tells."""
+
+    peak_dtype: str | None  # a column of the table of peaks; None for that of its name
+
+
+@runtime_checkable
+class SavesNow(Protocol):
+    """A callback that saves the run whenever it is asked, for Preemption."""
+
+    def save_now(self, trainer: Any) -> str | None:
+        """Path of what it has saved; None if it could not: then that of its attribute `last_model_path`, if any."""
+
+
+@runtime_checkable
+class FollowsRollback(Protocol):
+    """A callback that wants to be told when SpikeRollback has brought earlier weights back."""
+
+    def after_rollback(self) -> None:
+        """Forget what belongs to the steps that were undone."""
+
+
+@runtime_checkable
+class KeepsRollbackState(Protocol):
+    """A callback whose state SpikeRollback copies with the weights."""
+
+    state_key: str
+
+    def rollback_state(self) -> dict[str, Any] | None:
+        """Tensors and numbers."""
+
+    def load_rollback_state(self, state: dict[str, Any] | None) -> None:
+        """Take them back."""
+
+
+@runtime_checkable
+class SkipsOnDevice(Protocol):
+    """An optimizer that StepGuard can have skip a step without a wait for the device."""
+
+    skips_on_device: bool  # whether a step changes nothing where the attribute `found_inf`, a 0-dim tensor, is 1
+
+
+@runtime_checkable
+class StepsInBatches(Protocol):
+    """An optimizer whose temporary memory `plan` foretells."""
+
+    steps_in_batches: bool  # whether it is that of one batch of weights, as Muon's, and not of all weights
