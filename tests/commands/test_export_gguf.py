@@ -16,6 +16,8 @@ from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.saved_tokenizer import tokenizer_record
 from lightning_tricks.models import GPT2, Llama
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
@@ -40,7 +42,6 @@ CASES = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("architecture", CASES)
 def test_transformers_reader_finds_the_same_model_and_tokens(architecture, tmp_path, capsys):
     config = CASES[architecture]
@@ -81,7 +82,6 @@ def test_transformers_reader_finds_the_same_model_and_tokens(architecture, tmp_p
     assert "library_name: gguf" in card
 
 
-@pytest.mark.long
 def test_the_file_has_the_tokenizer_of_the_checkpoint(tmp_path):
     config = Llama(**(SIZES | {"vocab_size": VOCABULARY + 2}))
     found = values(export(save(checkpoint(config), tmp_path / "saved.ckpt"), tmp_path / "out"))
@@ -102,7 +102,6 @@ def test_the_file_has_the_tokenizer_of_the_checkpoint(tmp_path):
     }
 
 
-@pytest.mark.long
 def test_bf16_keeps_vectors_and_positions_and_is_compared_with_the_rounded_weights(tmp_path, capsys):
     path = save(checkpoint(GPT2(**SIZES)), tmp_path / "saved.ckpt")
     opened = export(path, tmp_path / "out", "--dtype", "bf16")
@@ -144,7 +143,6 @@ def test_what_llama_cpp_cannot_express_is_one_line_and_leaves_nothing(tmp_path, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "place", "wrong", "says"),
     [
@@ -160,7 +158,6 @@ def test_a_file_of_another_model_is_found_by_the_fresh_process(architecture, pla
     assert [file.name for file in tmp_path.iterdir()] == ["saved.ckpt"]
 
 
-@pytest.mark.long
 def test_a_wrong_pre_tokenizer_is_found_by_the_fresh_process(tmp_path, monkeypatch):
     of_numbers = tokenizer_record(train_bpe([verify_export.TEXT] * 20, VOCABULARY + 40), "a text with numbers", 0)
     config = Llama(**(SIZES | {"vocab_size": VOCABULARY + 40}))
@@ -170,7 +167,6 @@ def test_a_wrong_pre_tokenizer_is_found_by_the_fresh_process(tmp_path, monkeypat
         export(path, tmp_path / "out")
 
 
-@pytest.mark.long
 def test_the_page_shows_what_is_printed(tmp_path, capsys):
     export(save(checkpoint(CASES["apertus"]), tmp_path / "saved.ckpt"), tmp_path / "out")
     printed = capsys.readouterr().out.replace(str(tmp_path / "out"), "tiny-gguf")

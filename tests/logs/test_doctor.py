@@ -76,12 +76,6 @@ def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
     door.run(["doctor", str(run), "--stderr", str(file)])
 
 
-def test_json_alone_goes_to_standard_output(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        door.run(["doctor", str(sick(tmp_path)), "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["run"] == str(tmp_path)
-
-
 def test_names_of_another_project_can_be_given(tmp_path, capsys):
     written(tmp_path, *losses(range(60), lambda step: math.nan if step > 30 else 1.0, "my/loss"))
     with pytest.raises(SystemExit):

@@ -296,13 +296,3 @@ def test_a_run_that_cannot_be_read_is_a_row_and_a_line_and_the_others_stand(thre
         "not read: aliases: config.yaml: line 2: the alias *a: write its values out",
         "not read: closed: Permission denied",
     ]
-
-
-def test_the_line_on_a_run_that_cannot_be_read_moves_no_cursor(three, capsys):
-    folder = three / "a\x1b[2J\nb"
-    written(folder)
-    (folder / "config.yaml").write_text("a: &a [1]\nb: *a\n")
-    door.run(["runs", str(three)])
-    assert capsys.readouterr().err == (
-        "not read: a\\x1b[2J\\nb: config.yaml: line 2: the alias *a: write its values out\n"
-    )

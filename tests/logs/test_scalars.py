@@ -25,12 +25,6 @@ def points(folder, name, **names):
 # ---- event files
 
 
-def test_a_record_of_two_scalars_gives_both(tmp_path):
-    two = [Summary.Value(tag=tag, simple_value=value) for tag, value in (("train/loss", 2.5), ("other", 3.5))]
-    run = written(tmp_path, Event(wall_time=1e9, step=7, summary=Summary(value=two)))
-    assert (points(run, "train/loss"), points(run, "other")) == ([(7, 2.5)], [(7, 3.5)])
-
-
 def test_scalars_are_read_as_tensorboard_reads_them(tmp_path):
     """Of every form: large steps, steps of 0, negative values, NaN, long and other tags, several in one record."""
     writer = SummaryWriter(tmp_path)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
+from lightning_tricks.parallel.layout import layout_table
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
 from lightning_tricks.parallel.shard import local_bytes
 
@@ -59,12 +60,14 @@ class RankView:
         parameters: shape of this rank's part of each parameter, by name.
         bytes: of these parts.
         collectives: of one step, in their order; empty without a step.
+        table: the lines that this rank would say at its start, see `layout_table`.
     """
 
     rank: int
     parameters: dict[str, tuple[int, ...]]
     bytes: int
     collectives: tuple[Collective, ...]
+    table: str
 
 
 @contextmanager
@@ -95,10 +98,11 @@ def _view(
     with fake_world(rank, dims.world):
         with torch.device("meta"):
             module = build()
-        parallelize(module, Mesh.of(dims, "cpu"), options)
+        made = parallelize(module, Mesh.of(dims, "cpu"), options)
         shapes = {name: tuple(local(parameter).shape) for name, parameter in module.named_parameters()}
+        table = layout_table(dims, made, options, module)
         collectives = () if step is None else _trace(module, step)
-        return RankView(rank, shapes, local_bytes(module), collectives)
+        return RankView(rank, shapes, local_bytes(module), collectives, table)
 
 
 def compare_ranks(views: Sequence[RankView]) -> None:
