@@ -173,15 +173,20 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
         UsageError: the checkpoint is of another module.
     """
     config, base = decoder_shape(checkpoint, path)
-    with torch.device("meta"):
-        decoder = Decoder(config, base)
     prefix = "decoder."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
     try:
-        decoder.load_state_dict(weights, assign=True)
+        return filled_decoder(config, base, weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{path}: its weights are not those of its decoder_config ({reason})") from None
+
+
+def filled_decoder(config: DecoderConfig, base: DecoderConfig | None, weights: Mapping[str, Tensor]) -> Decoder:
+    """A decoder on the CPU, in eval mode, that holds these very tensors."""
+    with torch.device("meta"):
+        decoder = Decoder(config, base)
+    decoder.load_state_dict(weights, assign=True)
     if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
         decoder.positions.to_empty(device="cpu").reset_parameters()
     return decoder.eval()

@@ -26,6 +26,7 @@ from lightning_tricks.data import ShardWriter
 from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import HEADER_INTS
 
+pytestmark = pytest.mark.long  # the run is one of two processes
 DECODER = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
 TWO, ALL = 16, 26  # steps of two processes, of 8 rows each; then up to this step one process, of 6 rows each
 SAVED = (12, 16, 22, 26)
@@ -115,7 +116,6 @@ def trained(tmp_path_factory, text_file) -> Run:
     return Run(folder, rows, first | then)
 
 
-@pytest.mark.long
 def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
     data, rows = trained.rows_of_all()
     for saved in SAVED:

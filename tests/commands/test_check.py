@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.token_files import write_token_files
 
-from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TextData, TokenData
+from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TokenData
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
@@ -152,11 +152,6 @@ def test_settings_of_the_optimizer_are_refused(folder):
     assert "lr" in results["settings"].line
 
 
-def test_rows_longer_than_the_model_takes_are_refused(folder):
-    results = found(folder, data=tokens(folder, seq_len=64), checks=only("settings"))
-    assert "data.seq_len=64 is longer than the decoder's max_seq_len=32: shorten" in results["settings"].line
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -178,18 +173,6 @@ def test_ids_are_compared_with_the_models_vocabulary_and_validation_data_are_ask
     line = found(folder, model=small, data=tokens(folder, vocab_size=None), checks=only("data"))["data"].line
     assert "does not fit the model, which has 32 tokens" in line
     assert "no validation data" in found(folder, data=tokens(folder, val=None), checks=only("data"))["data"].line
-
-
-def test_text_is_read_and_not_tokenized(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("hello " * 100)
-    good = TextData(files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
-    result = found(folder, data=good, checks=only("data"))["data"]
-    assert result.mark == "ok"
-    assert "fit tokenizes it first" in result.line
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00 no text")
-    bad = TextData(files=str(tmp_path / "b.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
-    assert "is not UTF-8 text" in found(folder, data=bad, checks=only("data"))["data"].line
 
 
 def test_a_warmup_longer_than_the_run_is_refused_and_a_run_without_validation_noted(folder):

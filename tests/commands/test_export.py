@@ -1,6 +1,5 @@
 """`export`: transformers alone finds the decoder's logits, text and token ids in the folder, or there is no folder."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -18,8 +17,8 @@ from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.stream_weights import stream_weights
-from lightning_tricks.checkpoints.write_file import is_locked, locked
-from lightning_tricks.commands.export import load_alone, verify_export
+from lightning_tricks.checkpoints.write_file import locked
+from lightning_tricks.commands.export import verify_export
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 from lightning_tricks.data.saved_tokenizer import tokenizer_from_checkpoint
@@ -127,17 +126,6 @@ def test_the_card_counts_no_row_that_the_run_passed_over():
     assert f"| training tokens | {(20 + 9) * 8} |" in card
 
 
-def test_the_figures_of_a_tensorboard_log_are_found(tmp_path):
-    from lightning_tricks import ResumingTensorBoardLogger
-
-    logger = ResumingTensorBoardLogger(tmp_path, name="run", version="")
-    for step, loss in ((9, 7.0), (19, 6.0), (29, 5.0)):
-        logger.log_metrics({"val/loss": loss}, step)
-    logger.save()
-    figures = figures_of_run(Path(logger.log_dir) / "checkpoints/last.ckpt", 20)
-    assert (figures.step, figures.values) == (20, {"val/loss": 6.0})
-
-
 @pytest.mark.long
 def test_the_name_of_a_special_token_is_one_id_in_transformers_unless_it_is_told_to_split_it(tmp_path):
     content = checkpoint(CASES["llama tied"])
@@ -230,15 +218,6 @@ def test_other_logits_other_tokens_and_another_tie_leave_no_folder(tmp_path, mon
         assert [file.name for file in tmp_path.iterdir()] == ["saved.ckpt"]
 
 
-@pytest.mark.long
-def test_a_layer_that_is_exported_wrongly_is_found_by_the_fresh_process(tmp_path, monkeypatch):
-    path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")
-    monkeypatch.setattr("lightning_tricks.models.hf_adapter._CONV1D", ("c_attn", "c_fc", "mlp.c_proj"))
-    with pytest.raises(UsageError, match=r"logits of transformers differ from the decoder's by \d\.\d+e"):
-        export(path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tokenizer_that_hugging_face_cannot_express_is_one_line(tmp_path):
     record = tokenizer()
     for changed, says in (
@@ -284,19 +263,6 @@ def test_a_folder_that_another_process_is_writing_is_one_line_and_stays(tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "saved.ckpt"]
 
 
-@pytest.mark.long
-def test_an_export_holds_its_folder_until_it_has_its_name(tmp_path, monkeypatch):
-    path, found = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), []
-    ask = verify_export.ask_fresh_process
-
-    def look(staging, *args):
-        found.append(is_locked(staging))
-        return ask(staging, *args)
-
-    monkeypatch.setattr("lightning_tricks.commands.export.export.ask_fresh_process", look)
-    assert (is_locked(export(path, tmp_path / "out")), found) == (False, [True])
-
-
 def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
     monkeypatch.setattr("lightning_tricks.commands.export.folder_files.version", lambda name: "4.57.1")
@@ -305,13 +271,6 @@ def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_tricks.commands.export.folder_files.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"are needed to check what is written: pip install 'lightning-tricks\[hf\]'"):
         export(path, tmp_path / "out")
-
-
-def test_the_program_of_the_fresh_process_imports_transformers_gguf_and_torch_alone():
-    nodes = list(ast.walk(ast.parse(Path(load_alone.__file__).read_text())))
-    modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert modules == {"sys", "pathlib", "typing", "torch", "transformers", "gguf"}
 
 
 @pytest.mark.long

@@ -19,31 +19,6 @@ from lightning_tricks.data.saved_tokenizer import SavedTokenizer
 from lightning_tricks.models import Llama
 
 
-def test_rows_of_a_head_go_to_neighbours_where_llama_cpp_rotates_those():
-    rows = torch.arange(16.0)[:, None].expand(16, 3)
-    config = Llama(vocab_size=8, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)  # heads are 8 wide
-
-    def order(name, **changed):
-        config = Llama(vocab_size=8, d_model=16, n_layers=1, n_heads=2, max_seq_len=8, **changed)
-        return gguf_file.with_llama_cpp_rows(name, rows, config)[:, 0].tolist()
-
-    moved = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
-    assert config.head_dim == 8
-    assert order("blocks.0.attn.q.weight") == order("blocks.0.attn.k.weight") == moved
-    assert order("blocks.0.attn.v.weight") == list(range(16))
-    assert order("blocks.0.attn.q.weight", activation="relu2") == moved
-    assert order("blocks.0.attn.q.weight", qk_norm=True) == list(range(16))
-
-
-def test_the_four_numbers_make_xielu_the_squared_relu():
-    alpha_p, alpha_n = (
-        torch.nn.functional.softplus(torch.tensor(gguf_file.XIELU[key])) for key in ("alpha_p", "alpha_n")
-    )
-    assert alpha_p.item() == pytest.approx(1.0, abs=2**-23)
-    assert alpha_n.item() + gguf_file.XIELU["beta"] < 2**-140
-    assert gguf_file.XIELU["eps"] < 0
-
-
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     built, alive = [], []
 

@@ -267,14 +267,6 @@ def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
         lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens")
 
 
-def test_more_groups_than_the_terminal_can_tell_apart_are_counted():
-    rules = [ParamRule(f"blocks.0.{part}", lr_scale=2.0 + i) for i, part in enumerate(("attn.q", "attn.k", "attn.v"))]
-    rules += [ParamRule(name, lr_scale=8.0 + i) for i, name in enumerate(("embed", "head", "attn.o"))]
-    text = draw_in_terminal(plans(100, param_rules=rules))
-    assert "1 more curves are not drawn" in text
-    assert len(re.findall(r"(\S)\1 (?:no_)?decay", text)) == 6
-
-
 def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "uniplot", None)
     with pytest.raises(UsageError, match=r"needs uniplot: pip install 'lightning-tricks\[plot\]'"):

@@ -81,6 +81,7 @@ def test_a_wrong_place_or_option_is_one_line(made, words, line):
 HEAVY = {"torch", "lightning", "tensorboard", "google", "matplotlib", "pandas", "scipy"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "more"),
     [

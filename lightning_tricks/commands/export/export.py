@@ -49,7 +49,7 @@ from lightning_tricks.commands.export.verify_export import (
     check_tokens,
     fixed_batch,
     largest_difference,
-    streamed_logits,
+    logits_in_fp32,
 )
 from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
@@ -239,8 +239,8 @@ def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, token
     """One sentence on what a fresh process found; see `verify_export`."""
     config, input_ids = weights.config, fixed_batch(weights.config)
     answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT)
-    trained = streamed_logits(config, base, weights.trained, input_ids)
-    expected = streamed_logits(config, None, weights.written, input_ids) if weights.rounded else trained
+    trained = logits_in_fp32(config, base, weights.trained, input_ids)
+    expected = logits_in_fp32(config, None, weights.written, input_ids) if weights.rounded else trained
     distance = check_answer(answer, expected, weights.tied())
     rows, length = input_ids.shape
     line = (
