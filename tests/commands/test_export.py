@@ -28,6 +28,8 @@ from lightning_tricks.models import generate as generate_tokens
 from lightning_tricks.optim import MuP
 from lightning_tricks.parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
@@ -48,7 +50,6 @@ CASES = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), [*((name, "file") for name in CASES), ("llama tied", "folder")])
 def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, capsys):
     content = checkpoint(CASES[name])
@@ -73,7 +74,6 @@ def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, ca
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.long
 def test_the_page_shows_what_is_printed(tmp_path, capsys):
     export(save(checkpoint(CASES["apertus"]), tmp_path / "saved.ckpt"), tmp_path / "out")
     printed = capsys.readouterr().out.replace(str(tmp_path / "out"), "hf-tp")
@@ -86,7 +86,6 @@ def test_the_page_shows_what_is_printed(tmp_path, capsys):
     assert form(printed) == form(shown)
 
 
-@pytest.mark.long
 def test_the_card_tells_recipe_data_figures_and_how_to_load(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -126,7 +125,6 @@ def test_the_card_counts_no_row_that_the_run_passed_over():
     assert f"| training tokens | {(20 + 9) * 8} |" in card
 
 
-@pytest.mark.long
 def test_the_name_of_a_special_token_is_one_id_in_transformers_unless_it_is_told_to_split_it(tmp_path):
     content = checkpoint(CASES["llama tied"])
     words = transformers.AutoTokenizer.from_pretrained(export(save(content, tmp_path / "a.ckpt"), tmp_path / "out"))
@@ -136,7 +134,6 @@ def test_the_name_of_a_special_token_is_one_id_in_transformers_unless_it_is_told
     assert words("a <|endoftext|> b", split_special_tokens=True)["input_ids"] == here
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
     content = checkpoint(CASES["qwen3"])
@@ -151,7 +148,6 @@ def test_an_average_is_exported_in_place_of_the_weights(kind, tmp_path):
         export(path, tmp_path / "other", "--average", "tail")
 
 
-@pytest.mark.long
 def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning_tricks.commands.export.export.FILE_BYTES", int(3e-5 * 2**30))
     path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")
@@ -171,7 +167,6 @@ def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, ca
     assert max(sizes) <= max(largest, 3e-5 * 2**30)
 
 
-@pytest.mark.long
 def test_mups_multipliers_are_folded(tmp_path, capsys):
     config = Llama(**(SIZES | {"d_model": 64}))
     mup = MuP(base_width=32)
@@ -181,7 +176,6 @@ def test_mups_multipliers_are_folded(tmp_path, capsys):
     assert torch.equal(stored["model.embed_tokens.weight"], raw["decoder.embed.weight"])
 
 
-@pytest.mark.long
 def test_without_a_tokenizer_it_says_so_and_has_no_ids(tmp_path, capsys):
     folder = export(save(checkpoint(CASES["qwen3"], TextData=None), tmp_path / "saved.ckpt"), tmp_path / "out")
     assert "no tokenizer: the checkpoint holds none" in capsys.readouterr().out
@@ -191,7 +185,6 @@ def test_without_a_tokenizer_it_says_so_and_has_no_ids(tmp_path, capsys):
     assert "AutoTokenizer" not in (folder / "README.md").read_text()
 
 
-@pytest.mark.long
 def test_other_logits_other_tokens_and_another_tie_leave_no_folder(tmp_path, monkeypatch):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
     ask, answers = verify_export.ask_fresh_process, []
@@ -250,7 +243,6 @@ def test_a_folder_that_exists_and_wrong_options_are_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
 def test_a_folder_that_another_process_is_writing_is_one_line_and_stays(tmp_path):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
     staging = tmp_path / ".out.exporting"
@@ -273,7 +265,6 @@ def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
         export(path, tmp_path / "out")
 
 
-@pytest.mark.long
 def test_the_fresh_process_has_nothing_of_the_collection(tmp_path):
     folder = export(save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt"), tmp_path / "out")
     answer = verify_export.ask_fresh_process(folder, torch.tensor([[1, 2]]), None)
@@ -335,7 +326,6 @@ def on_four_ranks(rank, folder, executable):
     return found
 
 
-@pytest.mark.long
 def test_shards_of_ranks_are_exported_and_go_on_from_the_folder_with_equal_losses(tmp_path):
     found = run_processes(on_four_ranks, str(tmp_path), fresh_python(), world=4)[0]
     for name in ON_RANKS:

@@ -13,7 +13,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.compare import draw_in_terminal, ends_shown, page, run_curves, text, verdicts
 from lightning_tricks.logs.compared_run import outcome_of, read_runs
 from lightning_tricks.logs.comparison import compare_runs
-from lightning_tricks.logs.intervals import paired, pooled_spread, student_t, welch, with_spread
+from lightning_tricks.logs.intervals import paired, pooled_spread, welch, with_spread
 from lightning_tricks.logs.page import plot
 
 # ---- made-up runs
@@ -61,20 +61,6 @@ def seeds_of(folder, kind, ends, **settings):
 
 
 # ---- statistics
-
-
-@pytest.mark.parametrize(
-    ("df", "probability", "value"),
-    [
-        (1, 0.975, math.tan(0.475 * math.pi)),  # Cauchy's distribution
-        (2, 0.975, 0.95 * math.sqrt(2 / (1 - 0.95**2))),
-        (2.5, 0.975, 3.5746548420036817),
-        (10, 0.975, 2.228138851986274),
-        (math.inf, 0.975, 1.959963984540054),
-    ],
-)
-def test_students_t_is_that_of_tables(df, probability, value):
-    assert student_t(probability, df) == pytest.approx(value, rel=1e-8)
 
 
 def test_without_scipy_an_interval_is_refused_and_single_runs_are_described(tmp_path, monkeypatch):
