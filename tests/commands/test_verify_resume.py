@@ -20,6 +20,8 @@ from lightning_tricks.commands import resume_process
 from lightning_tricks.commands import verify_resume as verify_module
 from lightning_tricks.precision import FP16Mixed
 
+pytestmark = pytest.mark.long
+
 
 def fault(name: str) -> bool:
     """Whether a resumed run is to lose this; only the third process asks, as only it loads."""
@@ -148,7 +150,6 @@ STATE = "optimizer, buffers and scaler"
 PARTS = ("batch", "random state of torch", "random state of NumPy and Python", "loss", STATE, "weights")
 
 
-@pytest.mark.long
 def test_a_sound_run_is_equal_in_every_part(once):
     report = verify_resume(make, steps=6)
     assert isinstance(report, ResumeReport)
@@ -160,7 +161,6 @@ def test_a_sound_run_is_equal_in_every_part(once):
     ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("planted", "first"),
     [
@@ -182,13 +182,11 @@ def test_each_fault_is_named_at_its_first_step(once, monkeypatch, planted, first
         assert "weights: differs first at step 3; equal at 3 steps" in str(report)
 
 
-@pytest.mark.long
 def test_a_run_that_differs_from_itself_is_told_from_a_resume_that_fails(monkeypatch):
     monkeypatch.setenv("PLANTED_FAULT", "unseeded")
     assert "two starts of this run differ before any resume, first in loss at step 0" in str(verify_resume(make, 4))
 
 
-@pytest.mark.long
 def test_every_process_of_a_run_is_compared():
     report = verify_resume(make_ddp, steps=4)
     assert report.equal, report
@@ -196,7 +194,6 @@ def test_every_process_of_a_run_is_compared():
     assert str(report).endswith("2 + kill -9 + 2 in 2 processes are equal to the bit, in what was compared")
 
 
-@pytest.mark.long
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
     for made, steps, words in (
         (lambda: make(), 6, "give a function that stands at the top of a module or script"),
@@ -259,7 +256,6 @@ def test_the_runs_are_started_as_the_command_was(tmp_path, monkeypatch, script):
         verify_module.run(["--config", "recipe.yaml"])
 
 
-@pytest.mark.long
 def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_file, tmp_path):
     (tmp_path / "small.yaml").write_text(RECIPE.replace("TEXT", text_file))
     command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]
