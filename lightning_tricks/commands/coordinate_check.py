@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +87,11 @@ class CoordinateReport:
         return self._slope([sizes.change for sizes in self.layers[layer]])
 
     def _slope(self, sizes: Sequence[float]) -> float:
-        if not all(map(math.isfinite, sizes)):
-            return math.inf
         if not any(sizes):
             return 0.0
-        if not all(sizes):
+        if not all(sizes) or not all(map(math.isfinite, sizes)):
             return math.inf
-        x, y = [math.log(width) for width in self.widths], [math.log(size) for size in sizes]
-        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-        return rise / sum((a - mean_x) ** 2 for a in x)
+        return linear_regression(list(map(math.log, self.widths)), list(map(math.log, sizes))).slope
 
     @property
     def failed(self) -> list[str]:

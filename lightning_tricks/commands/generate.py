@@ -38,11 +38,6 @@ def run(args: list[str]) -> None:
     if not prompt and tokenizer.eot_id is None:
         raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
     prompt = prompt or [tokenizer.eot_id or 0]
-    if max(prompt) >= decoder.config.vocab_size:
-        raise UsageError(
-            f"generate: the tokenizer of {options.ckpt_path} gives token {max(prompt)}, and its model has "
-            f"vocab_size={decoder.config.vocab_size}: take another copy of it"
-        )
     longest = decoder.config.max_seq_len
     if len(prompt) >= longest:
         raise UsageError(
