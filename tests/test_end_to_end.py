@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_tricks.commands import recipes_folder
 
+pytestmark = pytest.mark.long
+
 TOY = {
     "model.init_args.decoder.init_args.d_model": 32,
     "model.init_args.decoder.init_args.n_layers": 1,
@@ -67,7 +69,6 @@ def trained(tmp_path_factory, text_file) -> tuple[Path, str]:
     return folder, run(folder, "fit", text_file)
 
 
-@pytest.mark.long
 def test_a_run_prints_its_progress_its_figures_and_what_to_do_next(trained):
     _, out = trained
     values = r"loss \d.*  norm \d.*  lr \S+  \S+ tokens/s  MFU [\d.]+%  ETA \d:\d\d:\d\d"

@@ -207,6 +207,7 @@ def project(tmp_path, imports: str, bar: str = "lt.TrainingProgressBar(), ", bar
     return found, run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_collection_builds_on_the_package_that_the_program_imported(package, tmp_path):
     found, out = project(tmp_path, f"import {package} as pl")
@@ -216,6 +217,7 @@ def test_the_collection_builds_on_the_package_that_the_program_imported(package,
     assert "norm" in out
 
 
+@pytest.mark.long
 def test_the_environment_variable_decides_for_a_program_that_imports_ours_first(tmp_path):
     imports = "import lightning_tricks.callbacks\nimport pytorch_lightning as pl"
     found, out = project(tmp_path, imports, LIGHTNING_TRICKS_BACKEND="pytorch_lightning")
@@ -223,6 +225,7 @@ def test_the_environment_variable_decides_for_a_program_that_imports_ours_first(
     assert "step 6/6 (100%)" in out
 
 
+@pytest.mark.long
 def test_monitors_of_one_package_work_under_the_trainer_of_the_other(tmp_path):
     option = "enable_progress_bar=False,"  # a bar of the other package is not known as one
     found, _ = project(tmp_path, "import pytorch_lightning as pl", "", option, LIGHTNING_TRICKS_BACKEND="lightning")

@@ -24,6 +24,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_importing_the_package_imports_no_torch():
     code = "import sys, lightning_tricks; print(sorted({'torch', 'lightning', 'inspect'} & sys.modules.keys()))"
     assert python("-c", code).stdout.strip() == "[]"
@@ -127,6 +128,7 @@ follow_imports = skip
 """  # types of others than Lightning's public classes are not needed here, and reading torch's takes a minute
 
 
+@pytest.mark.long
 def test_a_type_checker_knows_every_public_name_and_finds_wrong_arguments(tmp_path):
     user = USER + "".join(f"reveal_type(lt.{name})\n" for name in NAMES)
     (tmp_path / "user.py").write_text(user)
@@ -171,6 +173,7 @@ def test_a_wrong_choice_is_refused(monkeypatch):
         _lightning._choose()
 
 
+@pytest.mark.long
 def test_our_mixins_and_precision_run_under_a_pytorch_lightning_trainer():
     code = """
 import pytorch_lightning as pl, torch

@@ -137,6 +137,7 @@ def bytes_on_a_device(model, trainer, world):
 SHARDED = [name for name in TOKENS_A_STEP if name in ("llama7b", "llama70b", "llama405b")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_ranks_of_the_cluster_send_the_same(name):
     model, data, trainer = built(name)
@@ -208,12 +209,13 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 REPLICAS = "--trainer.strategy.init_args.replicate_size=2"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "part", "options"),
     [
         ("llama1b", None, []),
         ("llama7b", "2x8", [REPLICAS]),  # the other parts differ from it in what two processes cannot have
-        pytest.param("llama7b_deepspeed", None, [], marks=[needs_deepspeed, pytest.mark.long]),
+        pytest.param("llama7b_deepspeed", None, [], marks=needs_deepspeed),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

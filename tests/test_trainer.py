@@ -219,6 +219,7 @@ def test_a_running_call_is_found_in_a_process_of_spawn(monkeypatch):
     assert found.get()
 
 
+@pytest.mark.long
 def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypatch):
     trainer = trainer_with(devices=3, strategy="ddp")
     assert _trainer.launched_processes(trainer) == _trainer.launched_processes(trainer_with()) == []
@@ -235,6 +236,7 @@ def test_spawn_and_fork_train_in_copies_of_the_trainer():
     assert not _trainer.trains_in_copies(trainer_with())
 
 
+@pytest.mark.long
 def test_without_its_observer_a_process_outlives_a_child_that_fails(tmp_path):
     code = """
 import os, subprocess, sys

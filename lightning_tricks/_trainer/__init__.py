@@ -6,8 +6,6 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
 from lightning_tricks._trainer.around_saves import around_saves as around_saves
-from lightning_tricks._trainer.last_step import LastStep as LastStep
-from lightning_tricks._trainer.last_step import is_last_step as is_last_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_end_follows as epoch_end_follows
@@ -62,6 +60,8 @@ from lightning_tricks._trainer.run_facts import random_rank as random_rank
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
 from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
+from lightning_tricks._trainer.run_length import LastStep as LastStep
+from lightning_tricks._trainer.run_length import is_last_step as is_last_step
 from lightning_tricks._trainer.run_length import (
     micro_batches_before_validation as micro_batches_before_validation,
 )

@@ -8,6 +8,8 @@ variable `LIGHTNING_TRICKS_BACKEND` (`lightning` or `pytorch_lightning`) forces 
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._core.errors import UsageError
@@ -49,6 +51,19 @@ def rank_zero_info(*lines: str) -> None:
 def rank_zero_warn(*lines: str) -> None:
     """Lightning's, as above."""
     pl.utilities.rank_zero_warn("\n".join(map(printable, lines)), stacklevel=5)
+
+
+@contextmanager
+def only_warn(consequence: str) -> Iterator[None]:
+    """For the hook `on_exception`: an error inside the `with` becomes a warning that begins with `consequence`.
+
+    After an error of CUDA, every call on that device raises. Without this, the user would see the hook's own error, and
+    the `on_exception` of later callbacks would not be called.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank_zero_warn(f"{consequence}: {type(error).__name__}: {error}")
 
 
 class WarnOnce:

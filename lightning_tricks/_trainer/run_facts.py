@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_tricks._core.protocols import KnowsSamples
 from lightning_tricks._trainer.package import is_a
 
 Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
@@ -175,3 +176,18 @@ def micro_batch(data: Any, loader: Any = None) -> tuple[int | None, int | None]:
     if not isinstance(samples, int):
         return None, None
     return samples, samples * length if isinstance(length, int) else None
+
+
+def step_samples(trainer: Any) -> list[tuple[int, int]] | None:
+    """First and last position of each run of samples that the running optimizer step takes, of all ranks together.
+
+    Ask before the step is counted: at the latest in a callback's `on_before_optimizer_step`. None for data that are not
+    addressed by position; a data module that is has a method `step_samples()`, as TextData and TokenData.
+    """
+    data: Any = getattr(trainer, "datamodule", None)
+    return data.step_samples() if isinstance(data, KnowsSamples) else None
+
+
+def samples_in_words(runs: list[tuple[int, int]]) -> str:
+    """The runs for a message, in the form that `skip_samples` takes: `[[6496, 6503]]`."""
+    return str([list(run) for run in runs])

@@ -8,8 +8,7 @@ import torch
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import around_saves, unwrapped
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer.on_exception import only_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.guards.averages.weight_average import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts

@@ -18,8 +18,7 @@ from lightning_tricks._trainer import (
     logging_step,
     steps_between_saves,
 )
-from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_warn
-from lightning_tricks._trainer.on_exception import only_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_warn
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 from lightning_tricks.metrics.step_loss import StepLoss
 from lightning_tricks.metrics.step_norm import StepNorm

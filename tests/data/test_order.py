@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer.samples import in_words
+from lightning_tricks._trainer.run_facts import samples_in_words
 from lightning_tricks.data import TokenData, permute
 from lightning_tricks.data.order import SkippedSamples, WindowOrder, derive_key
 
@@ -94,7 +94,7 @@ def test_positions_and_indices_are_those_of_a_list_without_the_skipped_ones(rang
 
 
 def test_the_runs_are_written_as_the_option_takes_them():
-    assert in_words([(6496, 6503), (6510, 6510)]) == "[[6496, 6503], [6510, 6510]]"
+    assert samples_in_words([(6496, 6503), (6510, 6510)]) == "[[6496, 6503], [6510, 6510]]"
 
 
 @pytest.mark.parametrize("wrong", [[5, 3], [-1, 2], [1], [1, 2, 3], 7, "1-2", [1.0, 2], [True, 2]])

@@ -14,8 +14,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks._trainer import around_saves
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer.on_exception import only_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.averages import AVERAGES, MEAN
 from lightning_tricks.parallel.shard import drop_gathered

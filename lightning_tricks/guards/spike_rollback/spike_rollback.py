@@ -14,8 +14,7 @@ from lightning_tricks._core.protocols import FollowsRollback
 from lightning_tricks._trainer import is_a, is_accumulating, logging_step, validation_follows
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks._trainer.samples import in_words as samples_in_words
-from lightning_tricks._trainer.samples import step_samples
+from lightning_tricks._trainer.run_facts import samples_in_words, step_samples
 from lightning_tricks.guards.preemption.preemption import save
 from lightning_tricks.guards.spike_rollback.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.spike_rollback.spike_detector import SpikeDetector

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
 from lightning_tricks._trainer.lightning import rank_zero_warn
-from lightning_tricks._trainer.samples import in_words
+from lightning_tricks._trainer.run_facts import samples_in_words
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import Part
 
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
     def __str__(self) -> str:
         if self.samples is None:
             return f"batch {self.batch_idx} of epoch {self.epoch}"
-        return f"samples {in_words(self.samples)}"
+        return f"samples {samples_in_words(self.samples)}"
 
 
 class Names:

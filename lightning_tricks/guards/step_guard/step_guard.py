@@ -25,7 +25,7 @@ from lightning_tricks._trainer import (
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks._trainer.samples import step_samples
+from lightning_tricks._trainer.run_facts import step_samples
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.guards.step_guard.judging import Batch, Judgement, Names, SkippedSteps, any_rank
 from lightning_tricks.guards.step_guard.kept_buffers import KeptBuffers

@@ -15,8 +15,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._trainer.run_facts import RunFacts, enabled_scaler, run_facts
-from lightning_tricks._trainer.samples import step_samples
+from lightning_tricks._trainer.run_facts import RunFacts, enabled_scaler, run_facts, step_samples
 from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
