@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks import machine
 from benchmarks.feed import write_tokens
-from lightning_tricks.accounting.peak_flops import available_cores
+from lightning_tricks.accounting.device_speed import available_cores
 from lightning_tricks.data import TokenData, open_shard, text_encoder
 from lightning_tricks.data.bpe import train_bpe
 from lightning_tricks.data.corpus import standard_library

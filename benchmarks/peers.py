@@ -35,7 +35,7 @@ from benchmarks.feed import Batch
 from benchmarks.overhead import ratios
 from benchmarks.peer_loops import BETAS, CLIP, DECAY, LOG_EVERY, LR, PEERS, Job
 from lightning_tricks.accounting import training_flops_per_token
-from lightning_tricks.accounting.fast_bf16 import bf16_time_ratio
+from lightning_tricks.accounting.device_speed import bf16_time_ratio
 from lightning_tricks.models import Llama
 
 REPOSITORY = Path(__file__).resolve().parents[1]

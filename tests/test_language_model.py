@@ -13,7 +13,7 @@ from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import count_flops
+from lightning_tricks.accounting.flop_counting import count_flops
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.precision import BF16Mixed, FP16Mixed

@@ -228,7 +228,7 @@ def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(o
     assert "- `UsageError`: an option out of range;" in entry
     assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry
     assert "Described in [Averages of the weights: EMA and TailAverage](../averages.md)." in entry
-    assert "Defined in `lightning_tricks/guards/averages/ema.py`" in entry
+    assert "Defined in `lightning_tricks/guards/averages.py`" in entry
     assert "[`FSDP2Strategy`](strategies.md#FSDP2Strategy)" in entry  # names lead to their entries
     card = (out / "docs/averages.md").read_text(encoding="utf-8")
     assert "\n## API\n\n- [`EMA`](reference/callbacks.md#EMA): Keeps an exponential moving average" in card

@@ -119,6 +119,18 @@ def test_no_validation_follows_where_its_loader_is_empty():
     assert found[1:] == [False, False]
 
 
+def test_a_run_may_be_saved_when_a_step_the_validation_after_it_and_no_end_of_an_epoch_is_left():
+    asked = []
+    ask = lambda trainer, *_: asked.append((trainer.global_step, _trainer.may_save(trainer)))  # noqa: E731
+    notes = On(on_train_batch_end=ask, on_validation_end=ask)
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 1}
+    trainer_with(notes, **options).fit(model_with(), data(6), data(1))
+    sanity, *batches = asked
+    assert sanity == (0, False)
+    # micro-batches 1 to 4, the validation behind the fourth, 5 and 6; the epoch's end comes behind the sixth
+    assert batches == [(0, False), (1, True), (1, False), (2, False), (2, True), (2, False), (3, False)]
+
+
 @pytest.mark.parametrize(("options", "stops"), [({"max_steps": 2}, 2), ({"max_epochs": 2}, None)])
 def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops):
     def ask(trainer: Any) -> bool:
@@ -307,13 +319,6 @@ def test_slurm_environment_and_the_checkpoint_that_lightning_goes_on_from(tmp_pa
     again = train(default_root_dir=tmp_path, max_steps=3, max_epochs=None)
     assert again.ckpt_path == str(tmp_path / "hpc_ckpt_1.ckpt")
     assert _trainer.slurm_checkpoint(again) == tmp_path / "hpc_ckpt_2.ckpt"
-
-
-def test_last_saved_step_is_that_of_the_newest_checkpoint(tmp_path):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    assert _trainer.last_saved_step(saver) == 0
-    train(saver, max_steps=3)
-    assert _trainer.last_saved_step(saver) == 2
 
 
 class Made(Small):
@@ -574,7 +579,7 @@ def saves(path: Path, rewind: Any, batch: int, hook: str) -> On:
 
 
 def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
-    saver = saves(tmp_path / "five.ckpt", _trainer.rewind_to_step, 4, "on_train_batch_end")
+    saver = saves(tmp_path / "five.ckpt", _trainer.loop.rewind_to_step, 4, "on_train_batch_end")
     train(saver, batches=7, accumulate_grad_batches=3)  # two of them are done
     found = answers(counts, hook="on_train_batch_end", batches=7, ckpt_path=tmp_path / "five.ckpt")
     assert [one[:2] for one in found] == [(4, 4), (5, 5), (6, 6), (7, 7)]
@@ -582,7 +587,7 @@ def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
 
 
 def test_a_batch_that_was_running_at_a_save_is_counted_once(tmp_path):
-    saver = saves(tmp_path / "running.ckpt", _trainer.rewind_to_step, 2, "on_train_batch_start")
+    saver = saves(tmp_path / "running.ckpt", _trainer.loop.rewind_to_step, 2, "on_train_batch_start")
     unbroken = answers(counts, saver, hook="on_train_batch_end")
     forget = On(on_train_start=lambda trainer, _: _trainer.forget_running_batch(trainer))
     resumed = answers(counts, forget, hook="on_train_batch_end", ckpt_path=tmp_path / "running.ckpt")

@@ -48,7 +48,7 @@ def check(_: Any) -> dict[str, str]:
     from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
 
     lines: list[str] = []
-    slow = mock.patch("lightning_tricks.accounting.fast_bf16.bf16_time_ratio", return_value=2.0)
+    slow = mock.patch("lightning_tricks.accounting.device_speed.bf16_time_ratio", return_value=2.0)
     with slow, tempfile.TemporaryDirectory() as folder:
         checked, here = Checked(*_recipe("tiny")), os.getcwd()
         os.chdir(folder)  # in which the run's folders are tried

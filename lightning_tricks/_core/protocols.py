@@ -62,6 +62,13 @@ class SavesNow(Protocol):
 
 
 @runtime_checkable
+class BeginsNextEpoch(Protocol):
+    """A callback with which a run that goes on from an epoch's last step begins the next epoch, also by `max_steps`."""
+
+    begins_next_epoch: bool
+
+
+@runtime_checkable
 class FollowsRollback(Protocol):
     """A callback that wants to be told when SpikeRollback has brought earlier weights back."""
 

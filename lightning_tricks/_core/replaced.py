@@ -3,7 +3,7 @@
 from typing import Any
 
 _MISSING = object()
-_standing: list["_Replacement"] = []  # every replacement that has not ended, the latest last
+_active: list["_Replacement"] = []  # every replacement that has not ended, the latest last
 
 
 def replaced(owner: Any, name: str, value: Any) -> "_Replacement":
@@ -35,11 +35,11 @@ class _Replacement:
     def __enter__(self) -> None:
         self.before = vars(self.owner).get(self.name, _MISSING)
         self._attributes.__setattr__(self.owner, self.name, self.value)
-        _standing.append(self)
+        _active.append(self)
 
     def __exit__(self, *_: Any) -> None:
-        _standing.remove(self)
-        for other in _standing:
+        _active.remove(self)
+        for other in _active:
             if other.owner is self.owner and other.name == self.name and other.before is self.value:
                 other.before = self.before
                 return

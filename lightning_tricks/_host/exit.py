@@ -92,6 +92,15 @@ def call_before_exit(function: Callable[[], None]) -> Callable[[], None]:
     return withdraw
 
 
+def end_children(children: Sequence[subprocess.Popen], seconds: float) -> None:
+    """Wait for all of the processes together to end by themselves, then kill those that have not."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+        child.kill()
+
+
 def end_now(code: int, children: Sequence[subprocess.Popen] = ()) -> None:
     """End this process from any thread, while others may be stuck, with its data workers and `children`.
 
@@ -107,11 +116,7 @@ def end_now(code: int, children: Sequence[subprocess.Popen] = ()) -> None:
             function()
     for worker in multiprocessing.active_children():
         worker.kill()  # one that is stuck would not notice that its parent is gone
-    deadline = time.monotonic() + CHILDREN_SECONDS
-    for child in children:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, deadline - time.monotonic()))
-        child.kill()
+    end_children(children, CHILDREN_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

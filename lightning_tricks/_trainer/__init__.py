@@ -6,9 +6,11 @@ Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
 from lightning_tricks._trainer.around_saves import around_saves as around_saves
+from lightning_tricks._trainer.deferred_saves import DeferredSaves as DeferredSaves
+from lightning_tricks._trainer.deferred_saves import may_save as may_save
+from lightning_tricks._trainer.deferred_saves import save_whole_step as save_whole_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_restart as end_restart
-from lightning_tricks._trainer.loop import epoch_end_follows as epoch_end_follows
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
 from lightning_tricks._trainer.loop import epoch_means as epoch_means
 from lightning_tricks._trainer.loop import fetch_hooks as fetch_hooks
@@ -22,7 +24,6 @@ from lightning_tricks._trainer.loop import logged_in_training as logged_in_train
 from lightning_tricks._trainer.loop import logging_step as logging_step
 from lightning_tricks._trainer.loop import plateau_updates as plateau_updates
 from lightning_tricks._trainer.loop import reopen_epoch as reopen_epoch
-from lightning_tricks._trainer.loop import rewind_to_step as rewind_to_step
 from lightning_tricks._trainer.loop import set_callback_metrics as set_callback_metrics
 from lightning_tricks._trainer.loop import set_consumed as set_consumed
 from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
@@ -62,9 +63,7 @@ from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import LastStep as LastStep
 from lightning_tricks._trainer.run_length import is_last_step as is_last_step
-from lightning_tricks._trainer.run_length import (
-    micro_batches_before_validation as micro_batches_before_validation,
-)
+from lightning_tricks._trainer.run_length import micro_batches_before_validation as micro_batches_before_validation
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import RunningCall as RunningCall
@@ -83,7 +82,6 @@ from lightning_tricks._trainer.savers_and_loggers import chosen_version as chose
 from lightning_tricks._trainer.savers_and_loggers import folder_of_run as folder_of_run
 from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io
 from lightning_tricks._trainer.savers_and_loggers import has_versions as has_versions
-from lightning_tricks._trainer.savers_and_loggers import last_saved_step as last_saved_step
 from lightning_tricks._trainer.savers_and_loggers import next_version as next_version
 from lightning_tricks._trainer.savers_and_loggers import shows_hp_metric as shows_hp_metric
 from lightning_tricks._trainer.savers_and_loggers import steps_between_saves as steps_between_saves

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_tricks._core.protocols import BeginsNextEpoch
 from lightning_tricks._trainer.package import is_a
 
 
@@ -94,9 +95,10 @@ def epoch_end_follows(trainer: Any) -> bool:
     """After a step: whether the hooks of an epoch's end come next, and a save after them goes on with the next epoch.
 
     With `max_steps`, Lightning goes on within the epoch that has ended and calls them anew without the epoch's metrics,
-    unless ExactResume prevents it. Read from `_FitLoop.restarting` and `on_advance_start` (loops/fit_loop.py).
+    unless a callback such as ExactResume prevents it. Read from `_FitLoop.restarting` and `on_advance_start`
+    (loops/fit_loop.py).
     """
-    goes_on = trainer.max_steps == -1 or any(is_a(callback, "ExactResume") for callback in trainer.callbacks)
+    goes_on = trainer.max_steps == -1 or any(isinstance(callback, BeginsNextEpoch) for callback in trainer.callbacks)
     return goes_on and epoch_is_over(trainer)
 
 

@@ -40,6 +40,11 @@ REFUSALS = {
         "trainer.precision, or shard with FSDP2 (FSDP2Strategy)",
     ),
     "InitFrom": Refusal(_NOT_OURS, f"{{strategy}} takes no weights from it: {_DDP_OR_FSDP2}"),
+    "SafeCheckpoint": Refusal(
+        ("foreign engine", "flat", "foreign shards"),
+        "{strategy} writes checkpoints by itself, and nobody sees whether they are whole: take FSDP2Strategy or "
+        "DeepSpeedZeROStrategy, or save with ModelCheckpoint",
+    ),
     "ScheduleFree": Refusal(
         _NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be exchanged for their average: {_DDP_OR_FSDP2}"
     ),

@@ -20,11 +20,6 @@ def steps_between_saves_of(saver: Any) -> int:
     return int(getattr(saver, "_every_n_train_steps", 0) or 0)
 
 
-def last_saved_step(saver: Any) -> int:
-    """`trainer.global_step` when a ModelCheckpoint last saved, 0 if never. Read from callbacks/model_checkpoint.py."""
-    return int(getattr(saver, "_last_global_step_saved", 0))
-
-
 def has_versions(logger: Any) -> bool:
     """Whether a logger writes into numbered folders `version_N`, as TensorBoardLogger and CSVLogger do."""
     return hasattr(logger, "_get_next_version")

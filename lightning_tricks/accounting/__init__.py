@@ -1,40 +1,11 @@
-"""The cost of a run in FLOPs and wall time: arithmetic, no Lightning; torch is imported only to count or measure."""
+"""The cost of a run in FLOPs and memory: arithmetic, no Lightning; torch is imported only to count or measure."""
 
-from typing import TYPE_CHECKING, Any
-
-from lightning_tricks.accounting.flops import (
-    Attention,
-    Checkpointing,
-    DecoderShape,
-    attention_flops_per_token,
-    matmul_parameters,
-    recompute_flops_per_token,
-    training_flops_per_token,
-)
-from lightning_tricks.accounting.peak_flops import measure_peak_flops, peak_flops, peak_source
-
-if TYPE_CHECKING:
-    from lightning_tricks.accounting.flop_counting import CannotCount, count_flops
-
-__all__ = [
-    "Attention",
-    "CannotCount",
-    "Checkpointing",
-    "DecoderShape",
-    "attention_flops_per_token",
-    "count_flops",
-    "matmul_parameters",
-    "measure_peak_flops",
-    "peak_flops",
-    "peak_source",
-    "recompute_flops_per_token",
-    "training_flops_per_token",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("CannotCount", "count_flops"):
-        raise AttributeError(f"module 'lightning_tricks.accounting' has no attribute {name!r}")
-    from lightning_tricks.accounting import flop_counting  # needs torch
-
-    return getattr(flop_counting, name)
+from lightning_tricks.accounting.flops import Attention as Attention
+from lightning_tricks.accounting.flops import Checkpointing as Checkpointing
+from lightning_tricks.accounting.flops import DecoderShape as DecoderShape
+from lightning_tricks.accounting.flops import attention_flops_per_token as attention_flops_per_token
+from lightning_tricks.accounting.flops import matmul_parameters as matmul_parameters
+from lightning_tricks.accounting.flops import recompute_flops_per_token as recompute_flops_per_token
+from lightning_tricks.accounting.flops import training_flops_per_token as training_flops_per_token
+from lightning_tricks.accounting.gpus import peak_flops as peak_flops
+from lightning_tricks.accounting.gpus import peak_source as peak_source

@@ -37,7 +37,7 @@ _QUESTIONS = (
 
 
 class CannotCount(Exception):  # noqa: N818  not the user's error: the FLOPs can come from elsewhere
-    """The module's FLOPs cannot be counted; the message names the part of the module and says why in a few words."""
+    """The module's FLOPs cannot be counted; the message says why in a few words."""
 
 
 class FlopCounter(TorchDispatchMode):
@@ -47,10 +47,10 @@ class FlopCounter(TorchDispatchMode):
     compiled modules are found at the start, other compiled code by its nodes in the graph of a backward pass.
 
     Args:
-        root: the module whose parts `running_part` names.
+        root: the module whose compiled parts are looked for.
 
     Attributes:
-        uncounted: operators without a known formula, and for each the part of the module that ran it first.
+        uncounted: the names of operators without a known formula, in the order of their first calls.
         failure: why not everything could be counted; None if everything could.
         went_backward: a backward pass has run.
     """
@@ -60,17 +60,15 @@ class FlopCounter(TorchDispatchMode):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         self.went_backward = False
-        self.uncounted: dict[str, str] = {}
+        self.uncounted: dict[str, None] = {}
         self.failure: CannotCount | None = None
         self._model = self._recompute = 0
         self._formulas = FlopCounterMode(display=False, custom_mapping=_more_formulas()).flop_registry
-        self._names = {id(part): clean_name(f"{name}.").rstrip(".") for name, part in root.named_modules()}
-        self._names[id(root)] = type(root).__name__
         self._counting = False
         self._left_out: set[Any] = set()  # autograd nodes of these
-        for part in root.modules():
+        for name, part in root.named_modules():
             if part._compiled_call_impl is not None or "_orig_mod" in part._modules:  # by `compile`, `torch.compile`
-                self.fail(f"{self._names[id(part)]} is compiled")
+                self.fail(f"{clean_name(f'{name}.').rstrip('.') or type(root).__name__} is compiled")
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -91,11 +89,6 @@ class FlopCounter(TorchDispatchMode):
     def fail(self, reason: str) -> None:
         """Give no figure, for this reason or an earlier one."""
         self.failure = self.failure or CannotCount(reason)
-
-    def running_part(self) -> str:
-        """The path of the part of the module that calls this, without wrappers; else `autograd`."""
-        parts = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_stack(sys._getframe()))
-        return next((self._names[part] for part in parts if part in self._names), "autograd")
 
     @contextmanager
     def counting(self, wanted: bool = True) -> Iterator[None]:
@@ -163,14 +156,14 @@ class FlopCounter(TorchDispatchMode):
 
     def _count(self, func: Any, formula: Callable[..., Any] | None, args: Any, kwargs: Any, out: Any) -> None:
         if formula is None:
-            if _may_multiply(func, args) and str(func) not in self.uncounted:
-                self.uncounted[str(func)] = self.running_part()
+            if _may_multiply(func, args):
+                self.uncounted[str(func)] = None
             return
         try:
             flops = int(formula(*args, **kwargs, out_val=out))
         except Exception as error:  # an operator that runs must not fail because it cannot be counted
             reason = str(error).partition("\n")[0]
-            self.fail(f"{self.running_part()}: {reason}")
+            self.fail(f"{func}: {reason}")
             return
         if _is_recompute():
             self._recompute += flops

@@ -50,7 +50,7 @@ from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
 from lightning_tricks.data.base import ShardData
 from lightning_tricks.data.text_data import TextData
-from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.guards.preemption import Preempted
 from lightning_tricks.mixins import OptimizerMixin
 
 __all__ = ["RecipeCLI", "load_recipe"]

@@ -12,7 +12,7 @@ from lightning_tricks._host.writable import check_folder
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.generate import trained_model
 from lightning_tricks.outputs._text_model import TextModel
-from lightning_tricks.outputs.lm_eval.lm_eval import harness
+from lightning_tricks.outputs.lm_eval import harness
 
 
 def run(args: list[str]) -> None:

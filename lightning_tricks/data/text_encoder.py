@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
-from lightning_tricks.accounting.peak_flops import available_cores
+from lightning_tricks.accounting.device_speed import available_cores
 from lightning_tricks.data.bpe import PATTERNS, byte_alphabet, not_plain, split_pattern
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import around_saves, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks.guards.averages.weight_average import WeightAverage
+from lightning_tricks.guards.averages import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 from lightning_tricks.optim.schedule_free import has_trained_weights, put_average, put_trained_weights

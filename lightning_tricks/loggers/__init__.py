@@ -1,6 +1,5 @@
 """Lightning loggers that go on in the same folder after a resume."""
 
-from lightning_tricks.loggers.resuming_csv_logger import ResumingCSVLogger
-from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
+from lightning_tricks.loggers.resuming_loggers import ResumingCSVLogger, ResumingTensorBoardLogger
 
 __all__ = ["ResumingCSVLogger", "ResumingTensorBoardLogger"]

@@ -4,6 +4,7 @@ import math
 import time
 from array import array
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -58,24 +59,17 @@ class History:
         """Halve each metric that has too many points."""
         for name, (steps, values) in self.points.items():
             if len(steps) > MOST_POINTS:
-                series = Series(np.array(steps), np.array(values))
-                kept = ~np.isfinite(series.values)
+                kept = ~np.isfinite(values)
                 if kept.sum() > MOST_POINTS:
                     kept[np.flatnonzero(kept)[1::2]] = False
                 kept[::2] = True
-                self.points[name] = array("q", series.steps[kept].tolist()), array("d", series.values[kept].tolist())
+                self.points[name] = array("q", compress(steps, kept)), array("d", compress(values, kept))
                 self._strides[name] = 2 * self._strides.get(name, 1)
                 self._seen[name] = -1
 
     def series(self) -> dict[str, Series]:
         """All metrics."""
-        return {name: _series(steps, values) for name, (steps, values) in self.points.items()}
-
-
-def _series(steps: "array[int]", values: "array[float]") -> Series:
-    series = Series(np.array(steps), np.array(values))
-    in_order = bool((np.diff(series.steps) > 0).all())
-    return series if in_order else Series.of(dict(zip(steps, values, strict=True)))
+        return {name: Series.of(dict(zip(*points, strict=True))) for name, points in self.points.items()}
 
 
 def optimizer_steps(optimizer: Any) -> int | None:

@@ -15,7 +15,6 @@ from lightning_tricks._core.foreign_files import parse_json, read_text
 from lightning_tricks._host.process import process_age
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_info
-from lightning_tricks.accounting.goodput import PARTS, Interval, breakdown, fractions, lost_to_restart
 from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -36,6 +35,22 @@ WRITE_SECONDS = 10.0  # at least, between two writes of the file at log steps
 SKIPPED = "guard/skipped_steps"  # number of steps so far that changed nothing, in each row or in the last row only
 _SAVES = 8  # number of saves in the file: a run resumes from one of its newest checkpoints
 
+Interval = tuple[float, float]  # times of day, first and last, in seconds since 1970
+
+# The parts of a run's wall time, with their names in `breakdown`; `other` is the rest.
+PARTS = {
+    "steps": "steps",
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+    "data": "data wait",
+    "compile": "compilation",
+    "setup": "set-up",
+    "skipped": "skipped steps",
+    "lost": "lost work",
+    "down": "down time",
+    "other": "other",
+}
+
 wall_clock = time.time
 _has_fitted = False
 
@@ -47,6 +62,80 @@ def fit_start() -> float:
     if not is_first or hasattr(sys, "ps1"):  # a notebook may have been open for hours
         return wall_clock()
     return wall_clock() - process_age()
+
+
+def covered(intervals: Iterable[Interval], first: float, last: float) -> float:
+    """Seconds between `first` and `last` that lie in at least one of `intervals`."""
+    seconds = 0.0
+    for begin, end in sorted(intervals):
+        begin, end = max(begin, first), min(end, last)
+        if end > begin:
+            seconds += end - begin
+            first = end  # seconds before it are counted already
+    return seconds
+
+
+def lost_to_restart(
+    saved_at: float, started_at: float, processes: Iterable[Interval], saves: Iterable[Interval]
+) -> dict[str, float]:
+    """Seconds between the save of a checkpoint and the start of the process that resumes it, by part.
+
+    The rest of the save itself counts as `checkpoint`. All other time in which a process ran after `saved_at` is
+    `lost`, and time in which no process ran is `down`. The three add up to `started_at - saved_at`, or to 0 if that is
+    negative.
+
+    Args:
+        saved_at: time of day at which the state in the checkpoint was read.
+        started_at: time of day at which the resuming process started.
+        processes: intervals in which earlier processes of the run ran, as far as known; they may overlap.
+        saves: intervals in which those waited for saves, as far as known.
+    """
+    ran = covered(processes, saved_at, started_at)
+    own_save = [save for save in saves if save[0] <= saved_at <= save[1]]
+    saving = min(covered(own_save, saved_at, started_at), ran)
+    return {"checkpoint": saving, "lost": ran - saving, "down": max(started_at - saved_at, 0.0) - ran}
+
+
+def fractions(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Each part as a fraction of all parts together; 0 where there is no time at all."""
+    wall = math.fsum(seconds.values())
+    return {part: spent / wall if wall else 0.0 for part, spent in seconds.items()}
+
+
+def tenths_of_percent(seconds: Mapping[str, float]) -> dict[str, int]:
+    """Each part in units of 0.1 %, rounded so that all together are 1000.
+
+    All are rounded down; then the parts with the largest remainders get one more (largest remainder method).
+    """
+    exact = {part: 1000 * fraction for part, fraction in fractions(seconds).items()}
+    found = {part: math.floor(value) for part, value in exact.items()}
+    missing = 1000 - sum(found.values()) if any(exact.values()) else 0
+    for part in sorted(exact, key=lambda part: found[part] - exact[part])[:missing]:
+        found[part] += 1
+    return found
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units, such as `3 h 12 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if round(seconds) < 3600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
+    if round(seconds / 60) < 24 * 60:
+        return "{} h {} min".format(*divmod(round(seconds / 60), 60))
+    return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
+
+
+def breakdown(seconds: Mapping[str, float]) -> str:
+    """The parts in one line, in percent that add up to 100.0. Parts of 0.0 % are left out, except steps and other.
+
+    Args:
+        seconds: of each part in `PARTS`.
+    """
+    found = tenths_of_percent(seconds)
+    shown = [part for part in PARTS if found[part] or part in ("steps", "other")]
+    lines = " + ".join(f"{PARTS[part]} {found[part] / 10:.1f} %" for part in shown)
+    return f"wall {duration(math.fsum(seconds.values()))} = {lines}"
 
 
 def newly_skipped(counts: list[float], before: float) -> tuple[int, float]:
@@ -152,22 +241,18 @@ def _interval(start: float, end: float) -> Interval:
     return start, end
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file, each with `run`, `processes` and `saves`; none if the file is missing or cannot be read."""
+def read_history(path: Path, run: str) -> tuple[list[Interval], list[Interval]] | None:
+    """When the processes of a run ran and its saves took place, by a file; None if that has nothing of this run."""
     try:
         found: dict[str, Any] = parse_json(read_text(path))
-        return [
-            {"run": one["run"], **{name: [_interval(*pair) for pair in one[name]] for name in ("processes", "saves")}}
-            for one in (found, *found.get("other_runs", []))
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # missing, of another program, or cut off: then lost work counts as down time
+        processes, saves = ([_interval(*pair) for pair in found[name]] for name in ("processes", "saves"))
+        return (processes, saves) if found["run"] == run else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # missing, of another program, or cut off: then lost work counts as down time
 
 
 class History:
     """When the processes of a run ran and when they waited for saves: a small file, read after a kill.
-
-    Other runs that have saved to its folder keep their part of the file.
 
     Args:
         run: identifier of the run, so that another run's file is not taken for its own.
@@ -181,10 +266,9 @@ class History:
         self.saves: list[Interval] = []
         self._warn_once = WarnOnce()
         for path in places:
-            for record in read_records(path):
-                if record["run"] == run:
-                    self.earlier, self.saves, self.path = record["processes"], record["saves"], path
-                    return
+            if (found := read_history(path, run)) is not None:
+                (self.earlier, self.saves), self.path = found, path
+                return
 
     def place_by(self, checkpoint: Any) -> None:
         """Choose the file's place by a checkpoint, unless it has one already or the checkpoint is not local."""
@@ -199,8 +283,7 @@ class History:
         """Replace the file, with this process in it. A kill leaves the old file; a full disk gives one warning."""
         if self.path is None or not self.path.parent.is_dir():
             return
-        content: dict[str, Any] = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
-        content["other_runs"] = [record for record in read_records(self.path) if record["run"] != self.run]
+        content = {"run": self.run, "processes": [*self.earlier, process], "saves": self.saves}
         part = self.path.with_name(f".{FILE}.part")
         try:
             part.unlink(missing_ok=True)  # of a killed process, or a link that would lead elsewhere
@@ -227,7 +310,7 @@ class GoodputMonitor(pl.Callback):
     time of day at which it was saved, so everything up to the start of the process that resumes it is lost work or down
     time. A small file in the run's folder, `goodput.json`, tells them apart: it says when each process ran. It is
     written with each save, on log steps 10 seconds or more apart, and at the end; without it, all of that time counts
-    as down time. A new run in the folder of another one keeps what the file says of that one.
+    as down time. A new run in the folder of another one writes its own in its place.
 
     Times are those of rank 0: if it waits for another rank, that is time of steps. The host's clock is read when the
     buffer has brought an interval's values, which waits for the device; nothing else waits. On a CUDA device, events

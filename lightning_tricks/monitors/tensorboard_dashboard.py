@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +16,7 @@ from lightning_tricks._core.quote import html_text, markdown_block, markdown_tex
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer import folder_of_run, is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, pl
-from lightning_tricks.loggers.resuming_tensorboard_logger import ResumingTensorBoardLogger
+from lightning_tricks.loggers.resuming_loggers import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED
@@ -141,16 +140,8 @@ def planned_lrs(scheduler: ScheduleLR, steps: int, points: int = 600) -> list[tu
 
 
 def write_plan(folder: str, lrs: list[tuple[int, float]]) -> None:
-    """Write a curve to the run `plan` in a run's folder, where no resume drops its points; the same one only once.
-
-    Where a resume has another curve, it takes the earlier one's place.
-    """
-    mark = f".{zlib.crc32(repr(lrs).encode()):08x}"  # at the end of the file's name
-    plan = ResumingTensorBoardLogger(folder, name="plan", version="", filename_suffix=mark)
-    fs, path = fsspec.core.url_to_fs(plan.log_dir)
-    names = [os.path.basename(file) for file in fs.ls(path, detail=False)] if fs.isdir(path) else []
-    if max(names, default="").endswith(mark):
-        return
+    """Write a curve to the run `plan` in a run's folder, where no resume drops its points; it replaces the last one."""
+    plan = ResumingTensorBoardLogger(folder, name="plan", version="")
     plan.resume_at(0)
     for step, lr in lrs:
         plan.log_metrics({PLAN: lr}, step)

@@ -9,19 +9,11 @@ from typing import Any
 
 from lightning_tricks._trainer import is_accumulating, logging_step, run_length
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks.logs.table import human
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOGGED
 
 __all__ = ["TrainingProgressBar"]
-
-
-def human(value: float) -> str:
-    """Three digits and an SI suffix: 12345 -> '12.3k'."""
-    for suffix in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.5:
-            return f"{value:.3g}{suffix}"
-        value /= 1000
-    return f"{value:.3g}P"
 
 
 def hours_minutes_seconds(seconds: float) -> str:

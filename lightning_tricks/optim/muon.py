@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim.map_unsharded import Place, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 
@@ -326,7 +326,7 @@ class Muon(Optimizer):
             return True
         else:
             together = []
-        fast = torch.tensor(float(fast_bf16.has_fast_bf16("cpu")))
+        fast = torch.tensor(float(device_speed.has_fast_bf16("cpu")))
         for ranks in together:
             dist.all_reduce(fast, dist.ReduceOp.MIN, ranks)
         return bool(fast)

@@ -20,11 +20,14 @@ class BranchLineage(pl.Callback):
         trunk: path of the checkpoint that the decay branched off.
         trunk_step: optimizer steps done in that checkpoint: the first step of the decay, counted from 0.
         decay_steps: length of the decay in optimizer steps.
+
+    Example:
+        >>> lineage = BranchLineage("checkpoints/step=8000.ckpt", trunk_step=8000, decay_steps=2000)
     """
 
     def __init__(self, trunk: str, trunk_step: int, decay_steps: int) -> None:
         self.trunk, self.trunk_step, self.decay_steps = trunk, trunk_step, decay_steps
-        self._told = False
+        self._is_logged = False
 
     def state_dict(self) -> dict[str, Any]:
         """The origin, in plain types."""
@@ -32,13 +35,13 @@ class BranchLineage(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Forget an earlier fit."""
-        self._told = False
+        self._is_logged = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Print and log the origin, once: only now is the step known at which the run continues."""
-        if self._told:
+        if self._is_logged:
             return
-        self._told = True
+        self._is_logged = True
         end = self.trunk_step + self.decay_steps
         if not trainer.is_global_zero:
             return

@@ -37,6 +37,9 @@ class SampleText(pl.Callback):
 
     Raises:
         UsageError: when the run starts: no tokenizer; a prompt that leaves no room in the model's longest row.
+
+    Example:
+        >>> samples = SampleText(["Once"], max_new_tokens=4, temperature=0)
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Lightning precision plugins."""
 
-from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
+from lightning_tricks.accounting.device_speed import has_fast_bf16
 from lightning_tricks.precision.auto_precision import AutoPrecision
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.bf16_true import BF16True

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import rank_zero_info
-from lightning_tricks.accounting import fast_bf16
-from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
+from lightning_tricks.accounting import device_speed
+from lightning_tricks.accounting.device_speed import has_fast_bf16
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 
 __all__ = ["AutoPrecision"]
@@ -87,5 +87,5 @@ class AutoPrecision(AutocastPrecision):
 
     @staticmethod
     def _reason() -> str:
-        ratio = fast_bf16.bf16_time_ratio(torch.get_num_threads())
+        ratio = device_speed.bf16_time_ratio(torch.get_num_threads())
         return f"bf16 products take {ratio:.2f} of the time of fp32 on this CPU"

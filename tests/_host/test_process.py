@@ -10,7 +10,7 @@ import pytest
 
 from lightning_tricks._host import process as _process
 from lightning_tricks._host.process import process_age, start_ticks, this_process
-from lightning_tricks.guards.preemption import stop_signals
+from lightning_tricks.guards import stop_signals
 from lightning_tricks.monitors import goodput_monitor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the age comes from /proc")

@@ -10,13 +10,8 @@ from harness import processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tricks.accounting import (
-    CannotCount,
-    count_flops,
-    recompute_flops_per_token,
-    training_flops_per_token,
-)
-from lightning_tricks.accounting.flop_counting import FlopCounter
+from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, count_flops
 from lightning_tricks.models import GPT2, Decoder, Llama
 
 # 3 rows through Linear(8, 16) and Linear(16, 4): 2 * 3 * 8 * 16 = 768 and 2 * 3 * 16 * 4 = 384 forward. Backward each

@@ -18,7 +18,7 @@ from lightning_tricks.checkpoints.write_file import (
     staging_path,
     write_file,
 )
-from lightning_tricks.guards.saving.checkpoint_folder import CheckpointFolder, Retention
+from lightning_tricks.guards.checkpoint_folder import CheckpointFolder, Retention
 
 
 def folder_at(path: Path, *names: str) -> Path:

@@ -14,6 +14,7 @@ from lightning_tricks.callbacks import (
     GradNormMonitor,
     InitFrom,
     LMEval,
+    SafeCheckpoint,
     SampleText,
     ScheduleFree,
     SpikeRollback,
@@ -54,6 +55,7 @@ FLAT = object.__new__(strategies.FSDPStrategy)
         (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),
         (GradNormMonitor, FLAT, "GradNormMonitor: FSDPStrategy holds flat parts of parameters"),
         (StepGuard, FLAT, "StepGuard: FSDPStrategy holds flat parts of parameters"),
+        (SafeCheckpoint, DEEPSPEED, "SafeCheckpoint: DeepSpeedStrategy writes checkpoints by itself"),
         (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),
     ],
 )

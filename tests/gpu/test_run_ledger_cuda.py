@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.monitors.run_ledger.sums import BatchSum, WeightSum, torch_random_sum
+from lightning_tricks.monitors._bit_sums import WeightSum, batch_sums, torch_random_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -13,12 +13,12 @@ def test_the_sums_are_those_of_the_cpu_and_nothing_waits():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     module, batch = nn.Linear(300, 70), {"x": torch.randn(4, 9), "ids": torch.randint(9, (4, 9))}
     expected = [WeightSum(module, 1, 0).of_part(0, cpu).item()]
-    expected += [total.tolist() for total in BatchSum().of_micro_batch(batch)[0]]
+    expected += [total.tolist() for total in batch_sums(batch)[0]]
     module, batch = module.to(cuda), {name: tensor.to(cuda) for name, tensor in batch.items()}
-    weights, sums = WeightSum(module, 1, 0), BatchSum()
+    weights = WeightSum(module, 1, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        part, (totals, _) = weights.of_part(0, cuda), sums.of_micro_batch(batch)
+        part, (totals, _) = weights.of_part(0, cuda), batch_sums(batch)
         before = torch_random_sum(cuda)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -102,10 +102,7 @@ class Moments:
                 setattr(owner, name, around(getattr(owner, name), "files", then=("files",)))
 
 
-CHANGES: dict[Any, tuple[str, ...]] = {
-    Path: ("replace", "rename", "unlink", "symlink_to"),
-    shutil: ("rmtree",),
-}
+CHANGES: dict[Any, tuple[str, ...]] = {Path: ("replace", "rename", "unlink", "symlink_to"), shutil: ("rmtree",)}
 
 
 def be_quiet() -> None:
@@ -183,13 +180,8 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": ScheduleLR(optimizer, WarmupCosine(warmup_steps=3), STEPS),
-                "interval": "step",
-            },
-        }
+        scheduler = ScheduleLR(optimizer, WarmupCosine(warmup_steps=3), STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Rows(Dataset):
@@ -222,35 +214,18 @@ def run(folder: Path, case: Case, kill: tuple[str, int] = ("", 0), rank: int = 0
     multiprocessing.set_start_method("fork", force=True)  # workers of a fork server would outlive this process
     options: dict[str, Any] = {}
     if case.world > 1:
-        env = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": case.world,
-            "LOCAL_RANK": rank,
-            "NODE_RANK": 0,
-        }
-        os.environ.update({name: str(value) for name, value in env.items()})
+        group = {"MASTER_PORT": port, "WORLD_SIZE": case.world, "LOCAL_RANK": rank, "NODE_RANK": 0}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in group.items()}})
         options = {"devices": case.world, "strategy": FSDP2Strategy() if case.strategy == "fsdp2" else case.strategy}
     moments = Moments(*kill)
     moments.watch()
     pl.seed_everything(5, verbose=False)
-    trainer = pl.Trainer(
-        max_steps=STEPS,
-        accumulate_grad_batches=case.accumulate,
-        val_check_interval=2 * case.accumulate,
-        check_val_every_n_epoch=None,
-        gradient_clip_val=1.0,
-        accelerator="cpu",
-        plugins=PRECISION[case.precision](),
-        callbacks=[
-            SafeCheckpoint(folder / "saved", every_n_train_steps=2, keep_last=2, asynchronous=case.asynchronous),
-            *([ExactResume()] if case.data == "foreign" else []),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    saver = SafeCheckpoint(folder / "saved", every_n_train_steps=2, keep_last=2, asynchronous=case.asynchronous)
+    trainer = trainer_with(
+        saver, *([ExactResume()] if case.data == "foreign" else []), max_steps=STEPS, logger=False,
+        accumulate_grad_batches=case.accumulate, val_check_interval=2 * case.accumulate, check_val_every_n_epoch=None,
+        gradient_clip_val=1.0, plugins=PRECISION[case.precision](), **options,
+    )  # fmt: skip
     module = Model(folder / f"log.{rank}", moments)
     last = folder / "saved" / "last.ckpt"
     trainer.fit(module, **loaders(case, folder), ckpt_path=last if last.exists() else None)

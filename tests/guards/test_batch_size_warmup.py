@@ -19,18 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.callbacks import (
-    BatchSizeWarmup,
-    ExactResume,
-    GradNormMonitor,
-    LRMonitor,
-    LRScalingRule,
-    MFUMonitor,
-    RunLedger,
-    SpikeRollback,
-    StepGuard,
-)
-from lightning_tricks.commands.autopsy import samples_of_step
+from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, LRScalingRule
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size_warmup import LearningRates, doubling, first_steps
 from lightning_tricks.mixins import OptimizerMixin
@@ -180,15 +169,6 @@ def test_a_validation_has_no_batch_that_grows():
     assert warmup.state_dict() == {}
 
 
-def test_one_trainer_fits_twice():
-    warmup = BatchSizeWarmup(STAGES)
-    trainer = fit(Foreign(), warmup).trainer
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
-    module = Foreign()
-    trainer.fit(module, rows())
-    assert sizes(module) == SIZES
-
-
 # ---- the learning rate
 
 
@@ -257,19 +237,6 @@ def test_a_resume_from_any_micro_batch_is_the_unbroken_run(tmp_path, shards, kin
         assert resumed.steps == {step: whole.steps[step] for step in resumed.steps}, done
 
 
-def test_a_resume_without_the_warmup_takes_whole_steps_of_the_recipe(tmp_path, shards):
-    whole = Foreign()
-    fit(whole, BatchSizeWarmup(STAGES), save_each(tmp_path), data=tokens(shards))
-    for done in (3, 6, 7, 13):
-        resumed = Foreign()
-        fit(resumed, data=tokens(shards), ckpt_path=tmp_path / f"{done}.ckpt")
-        assert set(sizes(resumed)) == {4}, done
-    grown = Foreign()  # and the other way round
-    fit(Foreign(), save_each(tmp_path), data=tokens(shards), accumulate_grad_batches=1, max_steps=2)
-    fit(grown, BatchSizeWarmup({0: 1, 4: 4}), data=tokens(shards), ckpt_path=tmp_path / "2.ckpt")
-    assert sizes(grown) == [1, 1, 4, 4, 4, 4]
-
-
 def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_path, shards):
     class Asks(Foreign):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -283,18 +250,6 @@ def test_a_checkpoint_tells_the_samples_of_every_step_and_of_those_to_come(tmp_p
         samples = [data.samples_of_step(step, state) for step in range(8)]
         first = [sum(SIZES[:step]) * 2 for step in range(9)]
         assert samples == asked == [[(first[step], first[step + 1] - 1)] for step in range(8)]
-
-
-def test_an_autopsy_finds_the_samples_of_a_run_that_went_on_with_other_stages(tmp_path, shards):
-    data = tokens(shards)
-    fit(Foreign(), BatchSizeWarmup(STAGES), save_each(tmp_path), data=data, max_steps=2)
-    fit(Foreign(), BatchSizeWarmup({0: 1, 3: 4}), save_each(tmp_path), data=data, ckpt_path=tmp_path / "2.ckpt")
-    path, later = tmp_path / "2.ckpt", tmp_path / "11.ckpt"
-    for old in tmp_path.glob("*.ckpt"):
-        if old not in (path, later):
-            old.unlink()
-    found = samples_of_step(data, torch.load(path, weights_only=True), path, 4, 8)
-    assert (found.runs, found.told_by) == ([(14, 21)], later)
 
 
 def test_passes_over_the_data_end_with_a_whole_step(shards):
@@ -415,48 +370,14 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_steps_batch():
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-def test_the_other_callbacks_count_the_steps_as_they_are(tmp_path, shards):
-    def others(folder: Path) -> list[Any]:
-        return [
-            LRMonitor(), GradNormMonitor(), RunLedger(str(folder / "ledger.jsonl")),
-            StepGuard(active_after_steps=2, window_steps=2, norm_ratio=0.0, sigmas=0.01),
-        ]  # fmt: skip
-
-    def run(*callbacks: Any) -> runs.Run:
-        return fit(language_model(), *callbacks, data=tokens(shards), log_every_n_steps=1)
-
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    watched = run(*others(tmp_path / "a"), BatchSizeWarmup(STAGES), MFUMonitor(1e6))
-    assert watched.of("train/batch_tokens") == [16 * size for size in SIZES]
-    rates, seconds = watched.of("throughput/tokens_per_second"), watched.of("throughput/step_seconds")
-    assert [round(a * b) for a, b in zip(rates, seconds, strict=True)] == [16 * size for size in SIZES[1:]]
-    assert max(watched.of("guard/skipped_steps")) > 0
-    first, *lines = (tmp_path / "a" / "ledger.jsonl").read_text().splitlines()
-    assert '"micro_batches": 4' in first or '"micro_batches":4' in first
-    assert len(lines) >= 8
-    again = run(BatchSizeWarmup(STAGES), *others(tmp_path / "b")[3:])
-    assert same(watched.weights, again.weights)
-    spikes = run(BatchSizeWarmup(STAGES), SpikeRollback(snapshot_every_n_steps=2))
-    assert same(spikes.weights, run(BatchSizeWarmup(STAGES)).weights)
-
-
 # ---- wrong inputs
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "stages=None, double_every=None: give one of the two"),
-        ({"stages": STAGES, "double_every": 3}, "give one of the two"),
-        ({"stages": STAGES, "start": 2}, "start=2: it is for double_every"),
-        ({"double_every": 0}, "double_every=0: give 1 or more"),
-        ({"double_every": 3, "start": 0}, "start=0: give 1 or more"),
-        ({"double_every": 3, "unit": "epochs"}, "unit='epochs': give one of steps, tokens"),
-        ({"double_every": 3, "lr_rule": "cube"}, "lr_rule='cube': give one of none, linear, sqrt"),
-        ({"stages": {}}, "stages={}: give a first stage at 0"),
         ({"stages": {1: 1, 5: 4}}, "give a first stage at 0"),
         ({"stages": {0: 2, 5: 1}}, "a larger batch in each later one"),
-        ({"stages": {0: 0, 5: 4}}, "give a first stage at 0"),
         ({"stages": {0: 1, 5: 2}}, r"the last stage must be the recipe's batch, 4 micro-batches \(1 process"),
         ({"double_every": 30, "unit": "tokens"}, "unit=tokens: the data module has no micro_batch_size and seq_len"),
     ],

@@ -37,16 +37,10 @@ CASES = {
     "a save after every micro-batch": ("shuffle", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
     "2 workers, a window of 4": ("shuffle/2", {"accumulate_grad_batches": 4}, [11]),
     "a stream": ("stream", {}, [5, 15]),
-    "a stream in 2 workers": ("stream/2", {}, [15]),
-    "a stream with a length": ("sized", {}, [5]),
-    "a stream with a state in 2 workers": ("stateful/2", {}, [9]),
     "a stream with a state in a window of 4": ("stateful", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
     "two loaders": ("two", {}, [7]),
     "rows and a stream, of which one begins again": ("mixed", {}, [11]),
-    "a generator of the user's": ("generator", {}, [15]),
-    "persistent workers": ("persistent/2", {}, [15]),
     "a StatefulDataLoader": ("torchdata/2", {}, [5]),
-    "part of the data": ("shuffle", {"limit_train_batches": 5}, [4, 7]),
     "max_steps, no validation": ("shuffle", BY_STEPS | NEVER, [13, 15]),
     "validation across epochs": ("shuffle", BY_STEPS | OVER_EPOCHS, [13]),
     "validation in mid-window": ("shuffle", {"val_check_interval": 3, "accumulate_grad_batches": 2}, [5]),
@@ -80,12 +74,6 @@ def killed_and_resumed(folder, kind, options, kills):
     assert launch(run, folder / "run", kind, **options) == 0
 
 
-def without_it(folder):
-    assert launch(run, folder / "run", "shuffle", exact=False) == 0
-    assert launch(run, folder / "killed", "shuffle", kill_at=5, exact=False) == -signal.SIGKILL
-    assert launch(run, folder / "killed", "shuffle", exact=False) == 0
-
-
 def other_workers(folder):
     assert launch(run, folder / "run", "shuffle", kill_at=8) == -signal.SIGKILL
     assert launch(run, folder / "run", "shuffle/2") == 0
@@ -114,7 +102,6 @@ OF_TWO = [("shuffle", {}), ("stream/2", {"accumulate_grad_batches": 4}), ("shuff
 RUNS = {
     "unbroken": (unbroken_runs,),
     **{name: (killed_and_resumed, *case) for name, case in CASES.items()},
-    "without it": (without_it,),
     "other workers": (other_workers,),
     "more steps": (more_steps,),
     **{f"two, {kind} {options}": (two_resume, kind, options) for kind, options in OF_TWO},
@@ -146,12 +133,6 @@ def test_killed_and_resumed_a_run_is_the_unbroken_one_to_the_bit(ended, case):
 
 
 @pytest.mark.long
-def test_without_it_the_same_kill_gives_another_run(ended):
-    folder = ended("without it")
-    assert len(differences(folder / "killed", folder / "run")) > 8
-
-
-@pytest.mark.long
 def test_rows_may_be_made_by_another_number_of_workers(ended):
     folder = ended("other workers")
     assert differences(folder / "run", ended("unbroken") / next(iter(CASES))) == []
@@ -175,6 +156,7 @@ def test_two_processes_resume_each_with_its_own_state(ended, kind, options):
     assert said(folder / "run", 0)["batch", 1]["data"] != said(folder / "run", 1)["batch", 1]["data"]
 
 
+@pytest.mark.long
 def test_one_process_takes_the_rows_of_two(ended):
     folder = ended("two, then one")
     of_two = [said(folder / "two", rank) for rank in range(2)]
@@ -349,20 +331,6 @@ def test_a_checkpoint_of_the_run_is_evaluated_after_the_fit(tmp_path):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader)
     assert [n for n, _, _ in note.seen] == list(range(1, 13))
-
-
-def test_a_search_for_a_learning_rate_leaves_the_epoch_at_0(tmp_path):
-    epochs = []
-
-    def search(trainer, module):
-        """Come back to where it was, as Lightning's search does before the first batch."""
-        trainer.save_checkpoint(tmp_path / "search.ckpt")
-        trainer._checkpoint_connector.restore(tmp_path / "search.ckpt")
-        epochs.append(trainer.current_epoch)
-
-    searches = On(on_fit_start=search, on_train_epoch_start=lambda trainer, _: epochs.append(trainer.current_epoch))
-    fit(tmp_path, DataLoader(list(range(6)), shuffle=True), callbacks=[searches], max_epochs=2)
-    assert epochs == [0, 0, 1]
 
 
 def test_another_batch_size_goes_on_with_the_next_row(tmp_path):

@@ -1,6 +1,5 @@
 """The parts of ExactResume: seeds, the order of samplers, positions in any batch of any loader."""
 
-import copy
 import multiprocessing
 import pickle
 import random
@@ -15,15 +14,14 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_tricks._core.random_state import own_randomness, random_state
-from lightning_tricks.guards.exact_resume.exact_resume import _ignored
-from lightning_tricks.guards.exact_resume.loaders import ServedLoader, StatefulLoader, Worker, can_be_replayed, replayed
+from lightning_tricks._core.random_state import random_state
+from lightning_tricks.guards.exact_resume.loaders import Worker, can_be_replayed, replayed
 from lightning_tricks.guards.exact_resume.order import (
     Position,
     describe,
     generators_of,
-    number_of,
     sampler_state,
+    seed_from,
     set_sampler_state,
     transfer,
 )
@@ -122,19 +120,9 @@ def test_a_pass_does_not_touch_the_random_state_of_the_run():
         assert same(random_state(), before)
 
 
-def test_own_randomness_ends_with_an_exception():
-    before = random_state()
-    with pytest.raises(KeyError), own_randomness(5):  # noqa: PT012
-        drawn = torch.rand(()), random.random(), np.random.rand()
-        raise KeyError
-    assert same(random_state(), before)
-    with own_randomness(5):
-        assert drawn == (torch.rand(()), random.random(), np.random.rand())
-
-
 def test_numbers_of_different_keys_differ_and_stay_the_same_for_ever():
-    assert number_of(1, 2) != number_of(12) != number_of(2, 1)
-    assert number_of(3, 0, 1, "order") == 15402862281366432254 or number_of(3, 0, 1, "order") < 2**64
+    assert seed_from(1, 2) != seed_from(12) != seed_from(2, 1)
+    assert seed_from(3, 0, 1, "order") == 15402862281366432254 or seed_from(3, 0, 1, "order") < 2**64
 
 
 def test_generators_are_found_in_transforms_of_a_wrapped_dataset():
@@ -143,20 +131,6 @@ def test_generators_are_found_in_transforms_of_a_wrapped_dataset():
     dataset = SimpleNamespace(dataset=SimpleNamespace(transform=SimpleNamespace(transforms=noise)), again=generators[0])
     dataset.itself = dataset
     assert {id(g) for g in generators_of(dataset)} == {id(g) for g in generators}
-
-
-def test_under_a_seed_a_dataset_s_own_generators_give_the_same_numbers_again():
-    own = [torch.Generator(), np.random.default_rng(), np.random.RandomState(), random.Random()]
-
-    def draw():
-        return [torch.rand((), generator=own[0]).item(), own[1].random(), own[2].random_sample(), own[3].random()]
-
-    drawn = []
-    for seed in (5, 6, 5):
-        with own_randomness(seed, own):
-            drawn.append(draw())
-    assert drawn[0] == drawn[2]
-    assert not set(drawn[0]) & set(drawn[1])
 
 
 def test_the_state_of_samplers_is_that_of_their_generators_and_numbers():
@@ -341,28 +315,3 @@ def test_rows_that_do_not_fill_a_batch_of_another_size_come_again():
     line = "the last 2 of the rows that were served do not fill a batch of this run, and come again"
     assert moved(fours(), fours(batch_size=5), {}, {}) == (2, -1, [line], [10, 11, 12, 13, 14])
     assert moved(fours(), fours(batch_size=6), {}, {}) == (2, -1, [], [12, 13, 14, 15, 16, 17])
-
-
-def test_a_loader_of_another_kind_can_be_copied_and_answers_as_itself():
-    class Named(list):
-        name = "mine"
-
-    copied = copy.copy(ServedLoader(Named([1, 2]), lambda: None))
-    assert (copied.name, len(copied), list(copied)) == ("mine", 2, [1, 2])
-
-
-def test_before_its_first_batch_a_resumed_loader_is_where_the_checkpoint_left_it():
-    loader = StatefulLoader(SimpleNamespace(state_dict=lambda: {"at": 0}), lambda: None)
-    loader.resumed = {"state": {"at": 3}}
-    assert [loader.place_before(batch) for batch in (0, 1)] == [{"state": {"at": 3}}] * 2
-
-
-def test_a_warning_that_is_ignored_meanwhile_leaves_the_filters_of_others():
-    with warnings.catch_warnings():
-        before = list(warnings.filters)
-        with _ignored("a line"):
-            assert len(warnings.filters) == len(before) + 1
-        assert warnings.filters == before
-        with _ignored("a line"):
-            warnings.resetwarnings()
-        assert warnings.filters == []

@@ -19,14 +19,12 @@ from harness.runs import On
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host import exit as _exit
 from lightning_tricks._host.process import Process, start_ticks, this_process
-from lightning_tricks._trainer import describe_loader
 from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog
 from lightning_tricks.guards.watchdog.channel import Verdict
-from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, Place, judge
+from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, RunPosition, judge
 from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
@@ -94,18 +92,6 @@ def test_a_place_that_lasts_is_named_with_the_stacks_of_all_threads(tmp_path, re
     assert "Thread MainThread (most recent call last):" in stacks
 
 
-def test_in_manual_optimization_the_places_are_the_same_and_the_end_of_a_hang_is_told(reports):
-    def wait_for_the_end(trainer, *_):
-        if trainer.global_step == STEP + 1:
-            reports.wait_for("goes on, after")
-
-    for place in ("forward", "backward"):
-        stands = Stands(place, lambda place=place: reports.wait_for(PLACES[place]))
-        fit(stands, watchdog(), On(on_train_batch_start=wait_for_the_end), manual=True)
-        assert [said for said in reports.said if said.startswith("HangWatchdog: rank 0 of 1 on ")]
-        reports.said.clear()
-
-
 class Waits(Dataset):
     """The worker of the second row waits until it may go on."""
 
@@ -162,12 +148,12 @@ FIRST, OTHER, SAVE, HOOK = "first_step_seconds", "limit_seconds", "checkpoint_se
     ],
 )
 def test_the_first_step_the_first_batch_a_hook_and_a_checkpoint_have_limits_of_their_own(values, limit):
-    limits = Place(Process(0, 1, "here", 1), **values).limits(first_step=5)
+    limits = RunPosition(Process(0, 1, "here", 1), **values).limits(first_step=5)
     options = HangWatchdog()
     assert max(limits, key=lambda each: getattr(options, each)) == limit
     short = HangWatchdog(limit_seconds=10.0)
     assert (options.hook_seconds, short.hook_seconds) == (3000.0, 100.0)  # ten times that of a batch
-    in_first = Place(Process(0, 1, "here", 1), part="hook", step=5).limits(first_step=5)
+    in_first = RunPosition(Process(0, 1, "here", 1), part="hook", step=5).limits(first_step=5)
     assert max(getattr(short, each) for each in in_first) == 1800.0
 
 
@@ -272,23 +258,6 @@ def test_a_hook_a_logger_and_a_metric_are_places_of_their_own_for_ten_times_as_l
         f"HangWatchdog: rank 0 of 1 on {this_process(0, 1).host} has been in {place}, after step "
     )
     assert " for 3001 s (hook_seconds=3000): " in after[0]
-
-
-def test_two_checkpoints_one_after_the_other_are_two_places(tmp_path, clock, reports):
-    """As a ModelCheckpoint with `save_last` writes them, within one hook."""
-    said = []
-
-    def save(trainer, *_):
-        looks = Looks(trainer, clock, reports)
-        module.on_save_checkpoint = lambda _: said.append(looks(1700.0))
-        for name in ("step=1", "last"):
-            said.append(looks(1.0))
-            trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
-
-    module = Module(Stands(""))
-    trainer = trainer_with(On(on_train_batch_end=save), max_steps=1, limit_val_batches=0)
-    trainer.fit(module, DataLoader(Rows(Stands(""), "")))
-    assert said == [[]] * 4
 
 
 class Told:
@@ -418,25 +387,11 @@ def test_only_a_fit_and_a_validation_are_watched(run):
     assert watched == [False] * (4 if run else 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"limit_seconds": 0.0}, "HangWatchdog.limit_seconds=0.0: give more than 0 seconds"),
-        ({"checkpoint_seconds": -1}, "HangWatchdog.checkpoint_seconds=-1: give more than 0 seconds"),
-        ({"hook_seconds": 0}, "HangWatchdog.hook_seconds=0: give more than 0 seconds"),
-        ({"first_step_seconds": 3.0}, "HangWatchdog.first_step_seconds=3.0: give at least limit_seconds=300.0"),
-    ],
-)
-def test_a_limit_that_makes_no_sense_is_refused(options, line):
-    with pytest.raises(UsageError, match=line):
-        HangWatchdog(**options)
+def place(rank: int, **values) -> RunPosition:
+    return RunPosition(Process(rank, 3, "node7", 100 + rank), **{"step": 7, "micro_batches": 8, **values})
 
 
-def place(rank: int, **values) -> Place:
-    return Place(Process(rank, 3, "node7", 100 + rank), **{"step": 7, "micro_batches": 8, **values})
-
-
-def named(*places: Place, silent: tuple[int, ...] = ()) -> str:
+def named(*places: RunPosition, silent: tuple[int, ...] = ()) -> str:
     processes = {each.process.rank: each.process for each in places}
     return judge(processes, {each.process.rank: each.to_dict() for each in places}, silent)[0]
 
@@ -511,16 +466,6 @@ def test_an_uneven_validation_is_told_from_one_that_is_slow():
     )
     slow = [place(0, validations=2, validation_batches=3), place(1, validation_batches=2, **inside)]
     assert named(*slow) == "rank 1 of 3 on node7 is behind: in the validation after step 7, batch 2"
-
-
-def test_what_cannot_be_known_of_a_process_is_left_out(monkeypatch):
-    assert describe_loader([]) == "a loader"  # its thread has ended
-    assert hang_watchdog._collectives() == {}
-    yes = lambda *_: True  # noqa: E731
-    for known in ({}, {"distributed_c10d": SimpleNamespace(_world=SimpleNamespace(pg_names={"does not count": "0"}))}):
-        group = SimpleNamespace(is_available=yes, is_initialized=yes, get_process_group_ranks=lambda _: [0, 1], **known)
-        monkeypatch.setattr(hang_watchdog, "dist", group)
-        assert hang_watchdog._collectives() == {}
 
 
 def test_many_silent_or_failed_ranks_are_one_short_line():

@@ -10,6 +10,8 @@ import pytest
 from harness.preloaded import left_over, python
 from harness.processes import free_port
 
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(__file__).with_name("hung_run.py")
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
 
@@ -62,7 +64,6 @@ def stacks_of_both(out: str) -> bool:
     return out.count("Thread MainThread (most recent call last):") == 2
 
 
-@pytest.mark.long
 def test_a_loader_whose_worker_sleeps_is_named_and_all_processes_end_under_lightnings_launcher(ended):
     """The worker itself, too, which is stuck and does not notice that its parent is gone."""
     code, out = ended["worker sleeps"]
@@ -99,7 +100,6 @@ threading.Event().wait()  # the main thread is stuck
 """
 
 
-@pytest.mark.long
 def test_end_now_ends_a_process_with_its_workers_and_children_and_says_goodbye(tmp_path):
     done = subprocess.run([python(), "-c", ENDS], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "goodbye\n"), done.stderr

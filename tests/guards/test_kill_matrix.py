@@ -22,6 +22,8 @@ from kill_moments import STEPS, Case, Moments, be_quiet, run, save_once_more
 
 from lightning_tricks.checkpoints.record import damage, read_record
 
+pytestmark = pytest.mark.long
+
 FORK = multiprocessing.get_context("fork")
 
 # ---- in a save
@@ -166,13 +168,11 @@ def wait_for(folder, tmp_path_factory) -> Iterator[Beside]:
         yield wait
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("save", SAVES, ids=str)
 def test_whatever_happens_in_a_save_every_checkpoint_is_whole_and_the_next_run_goes_on(wait_for, save):
     wait_for(str(save))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_killed_three_times_it_is_the_unbroken_run(wait_for, folder, name):
     wait_for(name)

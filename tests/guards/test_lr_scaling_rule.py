@@ -92,10 +92,6 @@ def test_with_a_growing_batch_it_scales_to_the_last_stage_and_both_factors_multi
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "reference_batch_tokens=None, reference_batch_samples=None: give one of the two"),
-        ({"reference_batch_tokens": 4, "reference_batch_samples": 2}, "give one of the two"),
-        ({"reference_batch_tokens": 0}, "reference_batch_tokens=0: give 1 or more"),
-        ({"reference_batch_tokens": 4, "rule": "none"}, "rule='none': give one of linear, sqrt"),
         ({"reference_batch_tokens": 4}, r"neither data module nor loader tells the micro-batch \(seq_len and"),
         ({"reference_batch_samples": 4}, r"neither data module nor loader tells the micro-batch \(micro_batch_size or"),
     ],

@@ -13,6 +13,8 @@ from harness.preloaded import left_over, python
 from harness.processes import free_port, threads
 from harness.token_files import write_token_files
 
+pytestmark = pytest.mark.long
+
 RECIPE = """
 seed_everything: 0
 model:
@@ -162,7 +164,6 @@ def go_on(out: str) -> list[str]:
 CHECKPOINT = ("--ckpt_path", "runs/toy/version_0/checkpoints/last.ckpt")
 
 
-@pytest.mark.long
 def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, ended):
     folder, code, out = ended("alone")
     assert code == STOPPED[signal.SIGTERM], out
@@ -176,7 +177,6 @@ def test_the_command_line_stops_and_the_printed_command_goes_on(unbroken, ended)
     assert losses(folder) == unbroken
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("number", "ranks"), OF_LIGHTNING)
 def test_processes_of_lightnings_launcher_leave_together(ended, number, ranks):
     folder, code, out = ended(f"two {number} {ranks}")

@@ -47,6 +47,7 @@ def test_one_process(alone, place, how):
         assert (folder / case / name).read_text() == (folder / "unbroken" / name).read_text()
 
 
+@pytest.mark.long
 def test_in_the_last_step_the_run_ends_as_ever(alone):
     result = alone[1]["last step-SIGINT-0"]
     assert (result["code"], result["lines"]) == (None, 2 * STEPS)
@@ -85,5 +86,6 @@ def test_every_reason_and_every_choice_of_ranks_occurs():
     assert {ranks for _, _, ranks in PAIRS} == set(RANKS)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_told_in_the_last_step_lets_the_run_end(together):
     assert [results["last step-SIGTERM-1"]["code"] for results in together[1:]] == [None, None]

@@ -24,7 +24,6 @@ from harness.runs import On
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.checkpoint import CheckpointException
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import HangWatchdog, RankMonitor
 from lightning_tricks.guards.watchdog import rank_monitor
 from lightning_tricks.guards.watchdog.rank_monitor import ExceptHook, is_consequence
@@ -94,11 +93,6 @@ def test_a_rank_that_is_told_to_end_leaves_and_waits_a_second_for_the_reason_of_
     monitor._watch = SimpleNamespace(known=SimpleNamespace(wait=seconds.append), close=lambda: left.append("close"))
     monitor.on_exception(None, None, error)
     assert (seconds, left, monitor._watch) == (waited, ["close"], None)
-
-
-def test_a_negative_grace_is_refused():
-    with pytest.raises(UsageError, match=r"RankMonitor.grace_seconds=-1: give 0 or more"):
-        RankMonitor(grace_seconds=-1)
 
 
 class Program:
@@ -323,6 +317,7 @@ def test_under_pytorch_lightning_and_with_data_workers_a_killed_rank_is_named(be
     assert "Traceback" not in out
 
 
+@pytest.mark.long
 def test_an_interrupt_is_as_without(beside_each_other):
     """Lightning's own words, its exit code, and none of ours."""
     code, out = beside_each_other(INTERRUPTED)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks.checkpoints.record import Record
-from lightning_tricks.guards.saving.checkpoint_folder import Retention, best_first, last_of, to_delete, to_make_room
+from lightning_tricks.guards.checkpoint_folder import Retention, best_first, last_of, to_delete, to_make_room
 
 RECORDS = st.builds(
     Record,
@@ -103,25 +103,6 @@ def test_what_must_stay_stays(records, retention):
     assert not set(best_first(records, retention.mode, retention.keep_best)) & set(gone)
     newest = sorted(records, key=lambda name: records[name].number)[-retention.keep_last :]
     assert not set(newest) & set(gone)
-
-
-@given(folders(), RETENTIONS)
-def test_deleting_leaves_nothing_more_to_delete(records, retention):
-    left = {name: record for name, record in records.items() if name not in to_delete(records, retention)}
-    assert to_delete(left, retention) == []
-    assert last_of(left) == last_of(records)
-    # of those that nothing else holds, the newest alone are left
-    plain = [name for name, record in left.items() if not record.permanent]
-    assert len(plain) <= retention.keep_last + retention.keep_best + 2
-
-
-@given(folders(), RETENTIONS)
-def test_making_room_again_and_again_leaves_a_good_checkpoint(records, retention):
-    had, good = bool(records), any(record.finite for record in records.values())
-    while name := to_make_room(records, retention):
-        assert not records.pop(name).permanent
-    assert bool(records) == had
-    assert any(record.finite for record in records.values()) == good
 
 
 @given(st.lists(RECORDS, min_size=1, max_size=12), RETENTIONS)

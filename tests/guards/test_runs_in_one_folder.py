@@ -1,27 +1,20 @@
 """Several runs in one folder: SafeCheckpoint counts and deletes the checkpoints of its own run, and no others."""
 
-import copy
-import json
 import os
-import pickle
 import shutil
-import zlib
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli.test_run_folder import RUN_OF_TOY, command_line
-from guards.test_safe_checkpoint import Batches, Model, fit, names, steps
+from guards.test_safe_checkpoint import Batches, fit, names, steps
 from guards.test_safe_checkpoint import lines_of as all_lines_of
 from harness import processes
-from harness.runs import On, trainer_with
+from harness.runs import On
 
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
-from lightning_tricks.checkpoints.record import KEY, Record, read_record
-from lightning_tricks.checkpoints.write_file import save_with_record
+from lightning_tricks.checkpoints.record import read_record
 
 
 def saver(folder: Path, keep_last: int = 2, **options: Any) -> SafeCheckpoint:
@@ -120,53 +113,6 @@ def test_the_same_seed_gives_every_run_a_name_of_its_own_and_moves_no_random_num
     assert len(set(runs(tmp_path))) == 2
 
 
-def as_version_1(path: Path) -> None:
-    """Write a checkpoint anew as the first version of the record had it: without the name of the run."""
-    checkpoint = torch.load(path, weights_only=True)
-    record = replace(read_record(path), version=1)
-    fields = {name: value for name, value in asdict(record).items() if name not in ("run", "checksums")}
-    checkpoint[KEY]["record"] = fields
-    save_with_record(checkpoint, path)
-    assert read_record(path) == replace(record, run=None, checksums=read_record(path).checksums)
-
-
-def test_checkpoints_of_before_runs_had_names_resume_stay_and_are_named_in_the_line(tmp_path):
-    fit(saver(tmp_path), 4)
-    for path in tmp_path.glob("step=*.ckpt"):
-        as_version_1(path)
-    whole = fit(saver(tmp_path / "whole", 9), 8)[1]
-    resumed = Model()
-    said = lines_of(saver(tmp_path, keep_last=1), 8, resumed, ckpt_path=tmp_path / "last.ckpt")
-    assert resumed.losses == whole.losses[4:]
-    assert len(said) == 1
-    assert "did not write (2, the newest is step=4.ckpt)" in said[0]
-    assert steps(tmp_path) == [2, 4, 8]
-    assert lines_of(saver(tmp_path, keep_last=1), 10, ckpt_path=tmp_path / "last.ckpt") == []  # it was said
-    assert steps(tmp_path) == [2, 4, 8, 10]
-
-
-def test_the_text_of_a_record_without_a_run_is_read_as_it_was_written(tmp_path):
-    """The bytes of version 1: a folder's `record.json`."""
-    content = {"step": 4, "number": 2, "finite": True, "score": None, "permanent": False, "version": 1, "checksums": {}}
-    (tmp_path / "record.json").write_text(
-        json.dumps({"record": content, "crc32": zlib.crc32(json.dumps(content).encode())})
-    )
-    assert read_record(tmp_path) == Record(4, 2, True, version=1)
-
-
-def test_the_command_line_with_a_fixed_version_leaves_the_earlier_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    own = "[{class_path: SafeCheckpoint, init_args: {every_n_train_steps: 2}}]"
-    given = ["--trainer.logger.version=0", "--data=null"]
-    command_line("fit", *given, "--trainer.max_steps=4", "--trainer.max_epochs=9", saver=own)
-    with pytest.warns(
-        UserWarning, match=r"holds checkpoints that this run did not write \(2, the newest is step=4.ckpt"
-    ):
-        command_line("fit", *given, "--trainer.max_steps=6", "--trainer.max_epochs=9", saver=own)
-    folder = tmp_path / RUN_OF_TOY / "checkpoints"
-    assert names(folder) == {"step=2.ckpt", "step=4.ckpt", "step=4-v1.ckpt", "step=6.ckpt", "last.ckpt"}
-
-
 def on_two_ranks(rank: int, folder: Path) -> None:
     options = {"devices": 2, "strategy": "ddp"}
     fit(saver(folder), 4, **options)
@@ -181,18 +127,3 @@ def on_two_ranks(rank: int, folder: Path) -> None:
 @pytest.mark.long
 def test_two_ranks_agree_on_the_run(tmp_path):
     processes.run(on_two_ranks, tmp_path)
-
-
-# ---- after the fit
-
-
-def test_after_a_fit_the_saver_and_its_trainer_can_be_pickled_and_copied(tmp_path):
-    own = saver(tmp_path)
-    trainer, _ = fit(own, 4, loader=torch.utils.data.DataLoader(torch.ones(64, 3)))
-    for copied in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
-        other = copied.checkpoint_callback
-        assert other.best_model_path == own.best_model_path
-        trainer_with(other, max_steps=6, logger=False).fit(
-            Model(), torch.utils.data.DataLoader(torch.ones(64, 3)), ckpt_path=tmp_path / "step=4.ckpt"
-        )
-        assert steps(tmp_path) == [4, 6]

@@ -9,7 +9,6 @@ from guards.test_safe_checkpoint import Batches, Model, fit
 
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.checkpoints.record import read_record
 
 
 class Scores(Model):
@@ -86,17 +85,3 @@ def test_epoch_and_step_are_metrics_that_nobody_logs(tmp_path, monitor, mode):
     theirs, ours = both(tmp_path, -1, Model, monitor, mode, 1, **options)
     assert ours == theirs
     assert ours[-1]["best"] == {"min": 1, "max": 6 if monitor == "step" else 5}[mode]
-
-
-def test_a_logged_epoch_is_a_whole_number(tmp_path):
-    theirs, ours = both(tmp_path, 3, lambda: Epochs([1.5, 1.25, 0.75]), "epoch", "min", 1)
-    assert ours == theirs
-    assert read_record(tmp_path / "ours/step=3.ckpt").score == 0.0
-
-
-class Epochs(Scores):
-    """Logs a given number as its epoch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("epoch", self.scores[self.trainer.global_step])
-        return Model.training_step(self, batch, batch_idx)

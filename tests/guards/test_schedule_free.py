@@ -1,7 +1,6 @@
 """ScheduleFree: the average is evaluated and saved, training is the library's by hand, a resume goes on to the bit."""
 
 import copy
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from foreign import CausalLM, rows
 from harness import processes, runs
 from harness.models import Small
-from harness.preloaded import python
 from harness.runs import On, same, weights_of
 from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
 from torch import nn
@@ -22,13 +20,12 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import LanguageModel, Llama, ParamRule, WarmupConstant, WarmupCosine
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.callbacks import EMA, BatchSizeWarmup, SafeCheckpoint, ScheduleFree, SpikeRollback, StepGuard
+from lightning_tricks.callbacks import EMA, SafeCheckpoint, ScheduleFree, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
-from lightning_tricks.guards import schedule_free
-from lightning_tricks.guards.step_guard.step_guard import skipping
+from lightning_tricks.guards.step_guard import skipping
 from lightning_tricks.mixins import OptimizerMixin
-from lightning_tricks.optim import ComposedOptimizer, Muon, MuonAdamW
-from lightning_tricks.optim.schedule_free import TRAINED, put_average, put_trained_weights
+from lightning_tricks.optim import ComposedOptimizer, Muon
+from lightning_tricks.optim.schedule_free import TRAINED
 from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import FSDP2Strategy
@@ -125,20 +122,6 @@ def test_a_validation_within_an_accumulation_window_changes_nothing():
     assert module.losses == losses
     assert same(weights_of(module), averages[8])
     assert same(module.seen[5], averages[5])  # after micro-batch 11, with the gradient of half a step
-
-
-def test_what_other_callbacks_do_after_a_validation_sees_the_average():
-    found: dict[int, list[torch.Tensor]] = {}
-
-    looks = On(
-        on_validation_end=lambda trainer, module: found.update({trainer.global_step: weights_of(module)}),
-        on_train_end=lambda trainer, module: found.update({-1: weights_of(module)}),
-    )
-    module = Net()
-    fit(module, ScheduleFree(), looks)
-    assert all(same(found[step], seen) for step, seen in module.seen.items())
-    fit(module := Net(), ScheduleFree(), looks, steps=5, limit_val_batches=0)
-    assert same(found[-1], by_hand(steps=5)[1][5])
 
 
 def test_a_parameter_without_a_gradient_gets_no_state():
@@ -258,25 +241,6 @@ def test_after_an_exception_the_module_is_the_average_and_the_trainer_has_its_ow
     assert same(weights_of(module), averages[4])
 
 
-def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
-    def broken(*args):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    def fails(*_: Any) -> None:
-        monkeypatch.setattr(schedule_free, "put_average", broken)
-        raise IndexError("the user's own")
-
-    told = []
-    with pytest.raises(IndexError, match="the user's own"):
-        fit(
-            Net(), ScheduleFree(),
-            On(on_train_batch_end=fails, on_exception=lambda trainer, *_: told.append(trainer)),
-        )  # fmt: skip
-    assert len(told) == 1
-    assert "save_checkpoint" not in vars(told[0])
-    assert any(str(w.message).startswith("ScheduleFree: the average was not put in place") for w in recwarn)
-
-
 # ---- beside other guards
 
 
@@ -304,30 +268,6 @@ def test_of_two_steps_in_a_batch_only_the_skipped_one_is_undone():
             batch.enter_context(skipping(optimizer, None, torch.tensor(skip)))
             optimizer.step()
     assert optimizer.param_groups[0]["k"] == 1
-
-
-def test_training_goes_on_from_a_checkpoint_that_a_rollback_has_put_back(tmp_path):
-    saver, frees = SafeCheckpoint(tmp_path, every_n_train_steps=4), ScheduleFree()
-
-    def back(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 6:
-            saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-            trainer.strategy.load_model_state_dict(saved)
-            trainer.strategy.load_optimizer_state_dict(saved)
-            for callback in trainer.callbacks:
-                getattr(callback, "after_rollback", lambda: None)()
-
-    module = Net()
-    fit(
-        module, frees, On(on_train_batch_start=back), saver
-    )  # ours goes first, so that its own hook of this batch is past
-    losses, _ = by_hand(steps=4)
-    assert module.losses[:4] == losses
-    assert hasattr(SpikeRollback, "on_train_batch_start")
-    batches = list(data()) * 2
-    twin = Net()
-    fit(twin, ScheduleFree(), train=DataLoader([*batches[:4], *batches[6:12]], batch_size=None), steps=10)
-    assert same(weights_of(module), weights_of(twin))
 
 
 def test_a_part_of_a_composed_optimizer_is_exchanged_alone(tmp_path):
@@ -372,35 +312,10 @@ def test_a_language_model_brings_it_along_once_and_takes_a_warmup_from_the_sched
     torch.testing.assert_close(*(weights_of(one.lightning_module) for one in (trainer, given)), rtol=1e-6, atol=1e-8)
     plain = language_model(optimizer=None)
     assert not any(isinstance(callback, ScheduleFree) for callback in plain.callbacks)
-    grown = BatchSizeWarmup(stages={0: 1, 1: 2}, lr_rule="sqrt")
-    grown_trainer = fit(
-        LanguageModel(DECODER, optimizer=lambda g: AdamWScheduleFree(g, lr=1e-2)), grown, steps=3,
-        train=DataLoader(TOKENS, batch_size=None), accumulate_grad_batches=2, limit_val_batches=0,
-    )  # fmt: skip
-    assert grown_trainer.global_step == 3
 
 
 class Mixed(OptimizerMixin, Net):
     pass
-
-
-def test_to_exchange_the_weights_twice_is_to_exchange_them_once():
-    module = Net()
-    optimizer = adamw(module.parameters())
-    optimizer.train()
-    for batch in data():
-        module.loss_of(batch).backward()
-        optimizer.step()
-    trained = weights_of(module)
-    put_average(optimizer)
-    average = weights_of(module)
-    put_average(optimizer)
-    assert same(weights_of(module), average)
-    assert not same(average, trained)
-    for _ in range(2):
-        put_trained_weights(optimizer)
-        assert same(weights_of(module), trained)
-        optimizer.train = None  # it is not asked again
 
 
 def test_wrong_runs_are_refused_in_one_line():
@@ -429,16 +344,6 @@ def test_wrong_runs_are_refused_in_one_line():
         assert name in line(lambda trainer=trainer: ScheduleFree().setup(trainer, Net(), "fit"))
 
 
-def test_check_run_refuses_a_schedule_before_the_data_are_there():
-    trainer = pl.Trainer(max_steps=9, accelerator="cpu", logger=False, enable_checkpointing=False)
-    module = LanguageModel(DECODER, optimizer=AdamWScheduleFree, schedule=WarmupCosine(warmup_steps=1))
-    with pytest.raises(UsageError, match="schedule=WarmupCosine: AdamWScheduleFree wants a constant"):
-        module.check_run(trainer, None, "fit")
-    rules = [ParamRule(role="matrix", optimizer="muon", schedule=WarmupCosine(warmup_steps=1))]
-    module = LanguageModel(DECODER, optimizer=MuonAdamW, schedule=WarmupCosine(warmup_steps=1), param_rules=rules)
-    module.check_run(trainer, None, "fit")
-
-
 def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
     class Normed(Net):
         def __init__(self) -> None:
@@ -455,27 +360,6 @@ def test_batch_norm_and_a_scheduler_of_torch_are_warned_of(recwarn):
     assert "StepLR sets the learning rate" in said[0]
 
 
-def test_a_scheduler_of_torch_for_another_optimizer_is_none_of_its_business(recwarn):
-    class Two(Net):
-        def training_step(self, batch, batch_idx):
-            for optimizer, scheduler in zip(self.optimizers(), (None, self.lr_schedulers()), strict=True):
-                optimizer.zero_grad()
-                self.manual_backward(self.loss_of(batch))
-                optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
-
-        def configure_optimizers(self):
-            other = torch.optim.SGD(self.net[2].parameters(), lr=0.1)
-            return [adamw(self.net[0].parameters()), other], [torch.optim.lr_scheduler.StepLR(other, 1, 0.5)]
-
-    module = Two()
-    module.automatic_optimization = False
-    trainer = fit(module, ScheduleFree(), steps=4, limit_val_batches=0)
-    assert trainer.optimizers[1].param_groups[0]["lr"] == 0.1 * 0.5**2  # two steps of each
-    assert [str(warning.message) for warning in recwarn if "ScheduleFree" in str(warning.message)] == []
-
-
 def test_a_validation_alone_needs_no_schedule_free_optimizer_and_leaves_the_weights():
     module = Net()
     before = weights_of(module)
@@ -484,7 +368,7 @@ def test_a_validation_alone_needs_no_schedule_free_optimizer_and_leaves_the_weig
     assert same(module.seen[0], before)
 
 
-# ---- several processes, and the other package
+# ---- several processes
 
 
 class Model(CausalLM):
@@ -535,6 +419,7 @@ def ranks(rank: int, folder: Path, expected: tuple[list[float], list[float]]) ->
         torch.save(local(whole), folder / "end.pt")
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_without(tmp_path):
     one = fit_two(tmp_path / "one")
     processes.run(ranks, tmp_path, (one.validated, one.losses))
@@ -544,36 +429,3 @@ def test_two_ranks_train_as_one_process_and_resume_to_the_bit_in_shards_and_with
         torch.testing.assert_close(folder[name], value, rtol=1e-3, atol=1e-4)
     gone_on = fit_two(ckpt_path=tmp_path / "fsdp2/step=3.ckpt")
     assert gone_on.validated == pytest.approx(one.validated[2:], rel=1e-4)
-
-
-CLASSIC = """
-import pytorch_lightning as pl, torch
-from pytorch_lightning.demos.boring_classes import BoringModel
-from schedulefree import AdamWScheduleFree
-from lightning_tricks.callbacks import ScheduleFree
-
-class Model(BoringModel):
-    def configure_optimizers(self):
-        return AdamWScheduleFree(self.parameters(), lr=0.1)
-
-def fit(name, **options):
-    torch.manual_seed(0)
-    pl.seed_everything(0)
-    saver = pl.callbacks.ModelCheckpoint(name, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = pl.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        val_check_interval=2, limit_val_batches=1, limit_train_batches=4, callbacks=[ScheduleFree(), saver],
-    )
-    model = Model()
-    trainer.fit(model, **options)
-    return model.layer.weight
-
-weight = fit("one")
-saved = torch.load("one/step=4.ckpt", weights_only=True)
-assert torch.equal(saved["state_dict"]["layer.weight"], weight)
-assert not saved["optimizer_states"][0]["param_groups"][0]["train_mode"]
-"""
-
-
-def test_it_works_with_the_package_pytorch_lightning(tmp_path):
-    subprocess.run([python("pytorch_lightning"), "-c", CLASSIC], cwd=tmp_path, check=True)

@@ -15,16 +15,9 @@ from harness.runs import On, Run, decoding, fit, same, same_training, trainer_wi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks import (
-    BF16True,
-    FP16Mixed,
-    FSDP2Strategy,
-    GradientClippingMixin,
-    SpikeRollback,
-    StepGuard,
-)
+from lightning_tricks import BF16True, FP16Mixed, FSDP2Strategy, GradientClippingMixin, SpikeRollback, StepGuard
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.guards.step_guard.step_guard import skipping
+from lightning_tricks.guards.step_guard import skipping
 from lightning_tricks.optim import ComposedOptimizer, Muon
 
 STEPS, BAD = 12, 7
@@ -111,8 +104,10 @@ def guarded(model: pl.LightningModule, *others: Any, **options: Any) -> tuple[Ru
     return result, [str(w.message) for w in caught if "StepGuard" in str(w.message)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("spoilt", ["NaN batch", "Inf loss", "gradient x 1e4"])
+@pytest.mark.parametrize(
+    ("spoilt", "optimizer"),
+    [*(("NaN batch", name) for name in OPTIMIZERS), ("Inf loss", "fused AdamW"), ("gradient x 1e4", "momentum")],
+)
 def test_the_bad_step_leaves_the_weights_of_a_run_without_its_update(spoilt, optimizer):
     result, lines = guarded(Line(spoilt, optimizer))
     assert same(result.weights, without_the_step(optimizer))
@@ -316,6 +311,7 @@ def train_as_rank(rank: int, spoilt: str, strategy: Any) -> None:
     assert [line.split("; ")[0].endswith(" on rank 1") for line in lines] == ([True] if rank == 0 else [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoilt", "strategy"), [("NaN batch", "ddp"), ("NaN batch", "fsdp2"), ("loss x 100", "fsdp2")]
 )
@@ -393,21 +389,6 @@ def guarded_steps(guard: StepGuard, steps: int) -> tuple[pl.Trainer, Line]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fit(model, guard, max_steps=steps).trainer, model
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"sigmas": 0}, "StepGuard.sigmas=0: give a number of standard deviations above 0"),
-        ({"norm_ratio": -1}, "StepGuard.norm_ratio=-1: give a number from 0 on"),
-        ({"window_steps": 1}, "StepGuard: window_steps=1, active_after_steps=64: a deviation needs 2 steps"),
-        ({"active_after_steps": 200}, "StepGuard: window_steps=128, active_after_steps=200: a deviation"),
-        ({"max_skipped_steps": 0}, "StepGuard.max_skipped_steps=0: give 1 or more"),
-    ],
-)
-def test_options_out_of_their_range(options, line):
-    with pytest.raises(UsageError, match=f"^{line}"):
-        StepGuard(**options)
 
 
 def test_runs_whose_steps_cannot_be_judged_are_refused():

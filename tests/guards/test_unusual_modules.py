@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 from lightning_tricks import SafeCheckpoint, SpikeRollback, StepGuard
 from lightning_tricks.callbacks import ActivationMonitor, GradNormMonitor, UpdateMonitor
 from lightning_tricks.checkpoints.record import read_record
-from lightning_tricks.guards.saving.finite import not_finite
-from lightning_tricks.guards.spike_rollback.earlier_states import TrainingState
+from lightning_tricks.guards.checkpoint_content import not_finite
+from lightning_tricks.guards.earlier_states import TrainingState
 
 NAN = float("nan")
 

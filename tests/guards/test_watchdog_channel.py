@@ -227,16 +227,6 @@ def test_what_is_said_before_the_hub_has_answered_the_greeting_reaches_it(say, e
         server.connection.close()
 
 
-def test_a_connection_that_is_closed_before_it_is_made_is_not_made():
-    with Server() as server:
-        server.connection.close()
-        assert not server.connection._connect()
-        hub, _ = server.server.accept()
-        with hub:
-            assert hub.recv(100) == b""  # the hub would take an end after a greeting for a death
-        server.connection.start()
-
-
 def test_on_one_host_no_other_host_can_connect():
     hubs = [Hub(host) for host in (LOOPBACK, "node7")]
     for hub in hubs:
@@ -267,14 +257,6 @@ def test_what_has_nothing_to_do_with_the_run_is_not_heard(ranks):
         assert two.failures() == {"rank 1 of 2 on here failed first: ValueError: bad batch"}
         two.hub.close()
         assert heard.read() == b""  # and no word of the failure
-
-
-def test_a_hub_that_cannot_go_on_says_goodbye_and_is_taken_for_no_death(ranks, monkeypatch):
-    two = ranks(2)
-    monkeypatch.setattr(two.hub, "_fail", lambda line: 1 / 0)
-    two.connections[1].fail(ERROR)
-    until(lambda: two.connections[1].rank_0_left)
-    assert {each.failure for each in two.connections} == {None}
 
 
 def test_another_program_on_the_port_is_not_taken_for_rank_0(monkeypatch, capfd):
@@ -398,7 +380,7 @@ def wires(monkeypatch):
         each.end()
 
 
-@pytest.mark.parametrize("world", [64, 1024, 2048])
+@pytest.mark.parametrize("world", [64, 1024])
 def test_messages_do_not_grow_with_the_number_of_ranks_and_the_rank_behind_is_named(world, wires):
     many = wires(world)
     places = [{"part": "backward", "step": 7, "collectives": {"0": 12}} for _ in range(world)]

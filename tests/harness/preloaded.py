@@ -227,7 +227,7 @@ def measure_the_cpu() -> None:
     """Once for all processes that are forked from this one; MFUMonitor would have each of them do so."""
     import torch
 
-    from lightning_tricks.accounting.peak_flops import device_peak
+    from lightning_tricks.accounting.device_speed import device_peak
 
     device_peak(torch.device("cpu"), "32-true")
 

@@ -102,9 +102,3 @@ def test_without_a_fit_rows_are_appended(tmp_path):
     for value in (1.0, 2.0):
         write(tmp_path, ({"test/loss": value}, 5))
     assert values(tmp_path, "test/loss") == [(5, 1), (5, 2)]
-
-
-def test_hyperparameters_are_written_as_lightning_does(tmp_path):
-    one = logger(tmp_path)
-    one.log_hyperparams({"lr": 0.5})
-    assert "lr: 0.5" in (tmp_path / "run" / "hparams.yaml").read_text()

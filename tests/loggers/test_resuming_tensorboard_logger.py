@@ -11,11 +11,11 @@ import pytest
 import torch
 from harness.preloaded import python
 from harness.runs import On, trainer_with
-from short_run import Model, events, fit, points, save_every
+from short_run import Model, fit, points, save_every
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.loggers.resume_point import ResumePoint
+from lightning_tricks.loggers.resuming_loggers import ResumePoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
 
@@ -164,13 +164,7 @@ def test_the_callback_that_tells_the_step_leaves_after_the_first_batch(tmp_path)
     assert sum(isinstance(callback, ResumePoint) for callback in trainer.callbacks) == 1
 
 
-def test_the_summary_writers_own_methods_still_work(tmp_path):
-    one = logger(tmp_path)
-    one.experiment.add_text("note", "hello", 3)
-    one.finalize("success")
-    assert events(tmp_path / "run").Tensors("note/text_summary")[0].step == 3
-
-
+@pytest.mark.long
 def test_under_pytorch_lightning_each_step_stands_once_too(tmp_path):
     code = f"""
 import pytorch_lightning

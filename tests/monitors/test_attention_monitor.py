@@ -8,11 +8,11 @@ import pytest
 import torch
 from harness import processes
 from harness.models import GPT, LLAMA, SHAPE, Decoding, batches
-from harness.runs import decoding, fit, same_training
+from harness.runs import decoding, fit
 from torch import nn
 
 import lightning_tricks.models.attention as attention
-from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, UpdateMonitor
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.models.attention import document_mask, max_logit
 from lightning_tricks.monitors.attention_monitor import modules_with_max_logit
@@ -48,21 +48,6 @@ def test_the_maximum_is_that_of_all_products_whatever_the_slices(kv_heads, docum
         expected = logits.masked_fill(~mask, -math.inf).max()
         found = max_logit(sharp, k, None if documents is None else mask)
         torch.testing.assert_close(found, expected)
-
-
-def test_slices_hold_what_the_limit_lets_them_and_few_products_that_nobody_sees(monkeypatch):
-    """Many small slices would cost a GPU a launch each, and a product of few queries reads all keys for them."""
-    sizes = []
-    largest = torch.Tensor.amax
-    monkeypatch.setattr(torch.Tensor, "amax", lambda x: sizes.append(tuple(x.shape)) or largest(x))
-    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 3 * 4 * 8 * 16)
-    monkeypatch.setattr(attention, "QUERIES_IN_A_SLICE", 8)
-    max_logit(torch.randn(4, 4, 16, 8), torch.randn(4, 2, 16, 8))
-    assert sizes == [(4, 4, 8, 8), (3, 4, 8, 16), (1, 4, 8, 16), (3,)]  # the keys before the 8th query; all 16; of all
-    sizes.clear()
-    monkeypatch.setattr(attention, "LOGITS_IN_A_SLICE", 4 * 16 * 5)  # less than the queries of one row
-    max_logit(torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8))
-    assert sizes == [(1, 4, 5, 5), (1, 4, 5, 10), (1, 4, 5, 15), (1, 4, 1, 16), (4,)]
 
 
 def test_a_nan_shows():
@@ -185,39 +170,6 @@ def test_a_model_without_it_gets_one_line():
     run, lines = lines_of(lambda: fit(Plain(), AttentionMonitor()))
     assert lines == ["AttentionMonitor records nothing: no module of Plain has a method max_attention_logit"]
     assert run.names() == set()
-
-
-def fsdp1(rank):
-    from lightning.pytorch.strategies import FSDPStrategy
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from lightning_tricks.models.decoder import Block
-
-    class OnCpu(FSDPStrategy):
-        root_device = torch.device("cpu")
-
-        def _setup_model(self, model):
-            self.kwargs.pop("process_group", None)
-            return FullyShardedDataParallel(module=model, device_id=self.root_device, **self.kwargs)
-
-    class SameBatch(Decoding):
-        def train_dataloader(self):
-            return torch.utils.data.DataLoader([torch.arange(32).view(2, 16)] * 8, batch_size=None)
-
-    options = {"devices": 2, "use_distributed_sampler": False}
-    strategies = [OnCpu(auto_wrap_policy={Block}) for _ in range(2)]
-    plain = fit(SameBatch(), strategy=strategies[0], **options)
-    watched = fit(SameBatch(), AttentionMonitor(), UpdateMonitor(), strategy=strategies[1], **options)
-    assert same_training(plain, watched)
-    alone = fit(SameBatch(), AttentionMonitor())
-    assert len(watched.rows) == 2
-    for (_, found), (_, expected) in zip(watched.rows, alone.rows, strict=True):  # and no update: they are flat
-        assert found == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.long
-def test_flat_shards_are_gathered_when_a_block_is_asked():
-    processes.run(fsdp1)
 
 
 class Ranks(Decoding):

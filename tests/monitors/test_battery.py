@@ -45,26 +45,18 @@ from battery import (
     without,
 )
 from harness import processes
+from harness.arguments import arguments_to_try
 from harness.runs import On
 
 import lightning_tricks.monitors
 import lightning_tricks.outputs
 
 MONITORS = monitors_in(lightning_tricks.monitors) | monitors_in(lightning_tricks.outputs)
-# Options to try a monitor with, where its defaults are not enough or take time.
-EXAMPLES: dict[str, list[dict]] = {
-    "BranchLineage": [{"trunk": "step=8.ckpt", "trunk_step": 8, "decay_steps": 4}],
-    "GradNormMonitor": [{}, {"per": "block"}],
-    "LMEval": [],  # needs lm_eval: tests/outputs/test_lm_eval.py
-    "MFUMonitor": [{"peak_flops": 1e12}],  # else the CPU's is measured
-    "SampleText": [{"max_new_tokens": 2}],
-    "UpdateMonitor": [{"max_elements": 5}],  # so that it samples
-}
 MEASURED = ("throughput/", "memory/", "goodput/")  # logged values that no two runs share
 CASES = {
     "-".join([name, *map(str, options.values())]): functools.partial(cls, **options)
     for name, cls in MONITORS.items()
-    for options in EXAMPLES.get(name, [{}])
+    for options in arguments_to_try(cls)
 }
 GROUPS = groups_of(CASES)
 
@@ -81,19 +73,9 @@ def outcome(situation, make):
     return play(situation, make)
 
 
-def lacking(monitors, examples):
-    """A line for each class that cannot be made without arguments and has no example of them."""
-    needed = {name: inspect.signature(cls).parameters.values() for name, cls in monitors.items()}
-    needed = {name: [p.name for p in parameters if p.default is p.empty] for name, parameters in needed.items()}
-    return [
-        f"{name} needs {names}: give EXAMPLES one" for name, names in needed.items() if names and name not in examples
-    ]
-
-
-def test_each_monitor_can_be_made():
-    assert MONITORS
-    assert lacking(MONITORS, EXAMPLES) == []
-    assert set(EXAMPLES) <= set(MONITORS)
+def test_each_monitor_has_a_case_but_those_that_need_more_than_this_machine_has():
+    cases = {make.func.__name__ for make in CASES.values()}
+    assert set(MONITORS) - cases == {"LMEval"}  # tests/outputs/test_lm_eval.py
 
 
 @named(ALONE)
@@ -340,16 +322,33 @@ def test_a_class_stands_once_in_a_group():
     assert [sorted(group) for group in groups] == [["a", "c"], ["b"]]
 
 
-def test_a_newcomer_is_found_in_a_folder_of_the_package_and_told_what_it_lacks(tmp_path, monkeypatch):
-    code = (
-        "import lightning.pytorch as pl\nclass Newcomer(pl.Callback):\n    def __init__(self, depth):\n        pass\n"
-    )
+NEWCOMER = '''
+from typing import Literal
+import lightning.pytorch as pl
+
+class Newcomer(pl.Callback):
+    """Watch.
+
+    Example:
+        >>> newcomer = Newcomer(3, names=["a"])
+    """
+
+    def __init__(self, depth: int, names: list[str], mode: Literal["fast", "slow"] | None = None, seed: int = 0):
+        pass
+'''
+
+
+def test_a_newcomer_is_found_and_its_arguments_come_from_its_example_and_its_options(tmp_path, monkeypatch):
     (tmp_path / "package" / "corner").mkdir(parents=True)
-    for path, text in {"__init__.py": "", "corner/__init__.py": "", "corner/newcomer.py": code}.items():
+    for path, text in {"__init__.py": "", "corner/__init__.py": "", "corner/newcomer.py": NEWCOMER}.items():
         (tmp_path / "package" / pathlib.Path(path)).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    package = types.SimpleNamespace(__name__="package", __path__=[str(tmp_path / "package")])
-    found = monitors_in(package)
+    found = monitors_in(types.SimpleNamespace(__name__="package", __path__=[str(tmp_path / "package")]))
     assert list(found) == ["Newcomer"]
-    assert lacking(found, {}) == ["Newcomer needs ['depth']: give EXAMPLES one"]
-    assert lacking(found, {"Newcomer": [{"depth": 1}]}) == []
+    example, newcomer = {"depth": 3, "names": ["a"]}, found["Newcomer"]
+    assert arguments_to_try(newcomer) == [example, example | {"mode": "fast"}, example | {"mode": "slow"}]
+    newcomer.__doc__ = newcomer.__doc__.replace('["a"])', '["a"])  # doctest: +SKIP')
+    assert arguments_to_try(newcomer) == []
+    newcomer.__doc__ = "Watch."
+    with pytest.raises(TypeError, match="missing a required argument: 'depth'"):
+        arguments_to_try(newcomer)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from harness.runs import On, fit
 from torch.utils.data import DataLoader
 
 from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.monitors.doctor_monitor import MOST_POINTS, History, optimizer_steps
 
 
@@ -99,8 +97,6 @@ def test_names_of_another_project_can_be_given():
     assert "my/loss is nan" in lines[0]
     lines, _ = trained(DoctorMonitor(), None, model=Other(loss=loss_at(value)))
     assert "train/loss is nan" in lines[0]  # the loss of the step, whatever the module logs
-    with pytest.raises(UsageError, match=r"names: los=a; did you mean loss\?"):
-        DoctorMonitor(names={"los": "a"})
 
 
 def test_figures_of_an_interval_are_seen_wherever_their_monitor_stands():
@@ -211,16 +207,6 @@ def test_of_two_points_of_a_step_the_later_one_counts_also_where_steps_go_back()
         history.add("a", step, value)
     series = history.series()["a"]
     assert (series.steps.tolist(), series.values.tolist()) == ([0, 1], [4.0, 3.0])
-
-
-def test_only_rank_0_keeps_metrics():
-    for is_zero in (True, False):
-        monitor = DoctorMonitor()
-        monitor._trainer = SimpleNamespace(is_global_zero=is_zero, callback_metrics={"val/loss": torch.tensor(1.0)})
-        monitor._keep("train/loss", 3, 2.0)
-        assert monitor._note_logged("val_loss", 4) == 1.0  # each rank reads it: that may need all of them
-        monitor._report()
-        assert set(monitor._history.points) == ({"train/loss", "val/loss"} if is_zero else set())
 
 
 # ---- ranks

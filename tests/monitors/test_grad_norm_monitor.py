@@ -1,6 +1,5 @@
 """The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
 
-import copy
 import math
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -187,31 +186,6 @@ def test_blocks_and_groups_are_named_and_make_up_the_whole():
         assert not any(name.startswith("grad_norms/") for name in run.rows[4][1])  # on log steps only
 
 
-def test_a_module_with_a_clip_of_its_own_keeps_it():
-    class Own(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            for parameter in self.parameters():  # so that the norm from before would be the wrong one to clip with
-                parameter.grad.mul_(0.5)
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    class ByHand(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            for parameter in self.parameters():
-                parameter.grad.clamp_(-1e-3, 1e-3)
-
-    class AfterMixin(Clipping):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-            super().configure_gradient_clipping(optimizer, 0.5 * gradient_clip_val, gradient_clip_algorithm)
-
-    for kind in (Own, ByHand, AfterMixin):
-        reference = Reference()
-        run = train(kind(), reference, GradNormMonitor(), gradient_clip_val=0.2)
-        assert run.at("train/grad_norm") == dict(enumerate(reference.norms))
-        assert same_training(run, train(kind(), gradient_clip_val=0.2))
-        # the limit is known where the clip is Lightning's
-        assert bool(run.at("train/clipped_fraction")) == (kind is Own)
-
-
 class Adversaries(Net):
     """Two optimizers in manual optimization; one clips through Lightning, the other does not."""
 
@@ -321,17 +295,6 @@ def test_a_compiled_block_keeps_its_name():
     assert [len(part) for part in parts.values()] == [2, 4, 4, 4, 2]
 
 
-def test_a_copy_of_the_watched_module_copies_no_trainer():
-    class Copies(Net):
-        def on_train_batch_end(self, *_):
-            trainer, self._trainer = self._trainer, None
-            copied = copy.deepcopy(self)
-            self._trainer = trainer
-            assert copied._trainer is None
-
-    train(Copies(), GradNormMonitor(), max_steps=1)
-
-
 def test_deepspeeds_norm_is_its_engines():
     monitor, strategy = GradNormMonitor(), type("DeepSpeedStrategy", (), {})()
     monitor._has_engine = True
@@ -358,11 +321,6 @@ def test_parts_are_refused_where_no_parameter_is_whole(name):
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
         GradNormMonitor(per="block").on_fit_start(trainer, Net())
-
-
-def test_an_unknown_kind_of_part_is_refused():
-    with pytest.raises(UsageError, match="per='layer': give one of block, group, or none"):
-        GradNormMonitor(per="layer")
 
 
 STRATEGIES = {

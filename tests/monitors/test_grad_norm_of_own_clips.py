@@ -5,7 +5,7 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness.runs import Memory, On, fit, same_training
+from harness.runs import On, fit, same_training
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -108,24 +108,6 @@ def test_a_clip_in_a_callback_comes_before_the_logged_norm(mixin):
     run = watched(Mixed if mixin else Slope, clips, gradient_clip_val=1.0)
     assert run.of("train/grad_norm") == [1.0] * 4
     assert run.weights[0].tolist() == UNIT_STEPS
-
-
-def test_a_hook_on_the_object_counts_like_one_of_its_class():
-    def make():
-        model = Slope()
-        model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
-        return model
-
-    assert watched(make, gradient_clip_val=3.0).of("train/grad_norm") == NORMS
-
-
-def test_with_accumulation_the_norm_is_that_of_the_whole_batch_before_the_modules_clip():
-    class Own(Slope):
-        def on_before_optimizer_step(self, optimizer):
-            by_torch(self, optimizer)
-
-    run = watched(Own, accumulate_grad_batches=2, max_steps=2)
-    assert run.of("train/grad_norm") == [7.5, 17.5]
 
 
 @pytest.mark.parametrize("clip", HOW)
@@ -247,46 +229,3 @@ def test_an_epoch_that_the_module_ends_early_leaves_nothing_behind():
 
     run = watched(lambda: Ends(automatic=False).steps_by_hand(), max_epochs=1, max_steps=-1)
     assert run.of("train/grad_norm") == [5.0, 10.0]
-
-
-def test_the_plugin_has_its_own_methods_outside_of_batches():
-    def look(trainer, *_):
-        assert not replaced_methods(trainer)
-
-    hooks = ("on_train_epoch_start", "on_validation_start", "on_train_epoch_end")
-
-    class Validated(Slope):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-        val_dataloader = Slope.train_dataloader
-
-    for make in (Validated, lambda: Validated(automatic=False).steps_by_hand()):
-        watched(make, On(**dict.fromkeys(hooks, look)), val_check_interval=2)
-
-
-def test_a_second_fit_with_the_same_objects_knows_nothing_of_the_first():
-    model, monitor = Slope(), GradNormMonitor()
-    assert fit(model, monitor, gradient_clip_val=7.0).of("train/clipped_fraction") == [0.5, 1.0]
-    model.on_before_optimizer_step = lambda optimizer: by_torch(model, optimizer)
-    again = fit(model, monitor)
-    assert again.of("train/grad_norm") == NORMS
-    assert not again.of("train/clipped_fraction")
-
-
-@pytest.mark.parametrize("fails", ["before", "after"])
-def test_a_step_that_fails_has_a_norm_if_its_clip_was_made(fails, monkeypatch):
-    class Mixed(GradientClippingMixin, Slope):
-        def on_train_batch_start(self, batch, batch_idx):
-            if fails == "before" and batch_idx == 2:
-                monkeypatch.setattr(torch.nn.utils, "get_total_norm", None)  # cannot be called
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                raise TypeError("after the step")
-
-    memory = Memory()
-    with pytest.raises(TypeError, match="not callable" if fails == "before" else "after the step"):
-        fit(Mixed(), GradNormMonitor(), gradient_clip_val=1.0, logger=memory)
-    norms = [row["train/grad_norm"] for _, row in memory.rows if "train/grad_norm" in row]
-    assert norms == NORMS[: 2 if fails == "before" else 3]

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.device_speed import device_peak
 from lightning_tricks.accounting.flop_counting import FlopCounter
-from lightning_tricks.accounting.peak_flops import device_peak
 from lightning_tricks.callbacks import MetricBuffer, MFUMonitor
 from lightning_tricks.metrics import metric_buffer
 from lightning_tricks.monitors import _clock as stopwatch
+from lightning_tricks.monitors import mfu_monitor
 from lightning_tricks.monitors._clock import Stopwatch
-from lightning_tricks.monitors.mfu import mfu_monitor
-from lightning_tricks.monitors.mfu.batch_flops import contents_of
+from lightning_tricks.monitors.mfu_monitor import contents_of
 
 PREFIX = "throughput/"
 PEAKS = sys.modules[device_peak.__module__]
@@ -220,30 +220,8 @@ def test_checkpoints_are_left_out_and_reported(clock, tmp_path):
     assert len(log.series("tokens_per_second")) >= 4
 
 
-def test_a_checkpoint_before_the_first_batch_is_nobodys_time(clock, tmp_path):
-    def save(trainer, pl_module):
-        trainer.save_checkpoint(tmp_path / "first.ckpt")
-        clock.now += 5.0
-
-    log = run(Net(clock), callbacks=[On(on_train_start=save)])
-    assert (tmp_path / "first.ckpt").exists()
-    log.shows(first_step_seconds={0: 2.0}, checkpoint_seconds={})
-
-
 def test_an_interval_too_short_for_the_clock_has_no_rate(clock):
     run(Net(clock, [0.0])).shows(first_step_seconds={0: 0.0}, tokens_per_second={}, step_seconds={})
-
-
-def test_a_checkpoint_inside_a_validation_is_counted_once(clock, tmp_path):
-    class Saving(Net):
-        def on_validation_epoch_end(self):
-            self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
-
-        def on_save_checkpoint(self, checkpoint):
-            self.clock.now += 5.0
-
-    log = run(Saving(clock), limit_val_batches=3, val_check_interval=3, max_steps=4)
-    log.shows(validation_seconds={3: 21.0}, checkpoint_seconds={3: 5.0}, tokens_per_second={1: 8.0, 2: 8.0, 3: 8.0})
 
 
 def test_compilations_are_left_out_and_reported(clock):
@@ -260,13 +238,6 @@ def test_compilations_are_left_out_and_reported(clock):
     log = run(Compiling(clock))
     log.shows(compile_seconds={0: 30.0, 3: 30.0}, first_step_seconds={0: 2.0}, tokens_per_second=8.0)
     assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
-
-
-def test_torch_compile_tells_of_its_compilations():
-    net = Net()
-    net.layer = torch.compile(net.layer, backend="eager")
-    log = run(net)
-    assert log.series("compile_seconds")[0] > 0
 
 
 def test_waiting_for_the_device_is_training_time_also_before_a_validation_or_a_checkpoint(clock, tmp_path, monkeypatch):
@@ -406,11 +377,6 @@ def test_padding_counts_neither_as_token_nor_as_work(clock):
     assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * 12 / 16)
 
 
-def test_padding_and_accumulation(clock):
-    log = run(Net(clock), data=padded(6), accumulate_grad_batches=2, max_steps=4)
-    log.shows(tokens_per_second={1: 6.0, 3: 6.0}, mfu={1: 0.06, 3: 0.06})
-
-
 def test_flops_by_the_sample_know_no_padding(clock):
     log = run(Net(clock), MFUMonitor(flops_per_sample=100.0, peak_flops=1000.0), data=padded(6))
     log.shows(tokens_per_second=6.0, mfu=0.1)
@@ -496,23 +462,6 @@ def test_the_language_model_has_its_flops_in_closed_form(clock, attention, caplo
     said = [record.message for record in caplog.records if "MFUMonitor" in record.message]
     assert len(said) == 1
     assert f"{attention} attention" in said[0]
-
-
-class Uncountable(Net):
-    """With a compiled layer."""
-
-    def __init__(self, clock):
-        super().__init__(clock)
-        self.layer.compile(backend="eager")
-
-
-def test_flops_that_cannot_be_counted_cost_one_warning_and_the_option_gives_them(clock, recwarn):
-    log = run(Uncountable(clock), MFUMonitor(peak_flops=1000.0))
-    (said,) = said_by("MFUMonitor", recwarn)
-    assert "Uncountable cannot be counted (layer is compiled); give flops_per_token or flops_per_sample" in said
-    log.shows(tokens_per_second=8.0, samples_per_second=1.0, mfu={}, hfu={}, model_flops_per_second={})
-    run(Uncountable(clock)).shows(mfu=0.08)
-    assert said_by("MFUMonitor", recwarn) == [said]
 
 
 def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
@@ -720,30 +669,6 @@ def test_without_a_logger_the_figures_reach_callbacks(clock, logger):
     log = run(Net(clock), logger=logger, max_steps=4, limit_val_batches=2, val_check_interval=4)
     assert log.trainer.callback_metrics["throughput/mfu"] == pytest.approx(0.08)
     assert log.trainer.callback_metrics["throughput/validation_seconds"] == 14.0
-
-
-def test_validating_and_saving_after_the_run_are_untouched(clock, tmp_path):
-    trainer = run(Net(clock), limit_val_batches=1, val_check_interval=20).trainer
-    before = [*trainer.logger.rows]
-    trainer.validate(Net(clock), DataLoader(IDS), verbose=False)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert trainer.logger.rows == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"flops_per_token": 0.0}, "flops_per_token=0.0: give a positive number"),
-        ({"flops_per_sample": -1.0}, "flops_per_sample=-1.0: give a positive number"),
-        ({"peak_flops": float("inf")}, "peak_flops=inf: give a positive number"),
-        ({"peak_flops": float("nan")}, "peak_flops=nan: give a positive number"),
-        ({"flops_per_token": 1.0, "flops_per_sample": 2.0}, "flops_per_sample=2.0: leave it out"),
-        ({"attention": "half"}, "attention='half': give one of causal, full"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        MFUMonitor(**options)
 
 
 def test_flops_by_the_token_of_what_has_none_are_refused(clock):

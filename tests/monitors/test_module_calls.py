@@ -81,16 +81,3 @@ def test_what_is_inside_a_compiled_module_is_out_of_sight():
     assert names(in_place) == ["net.blocks.0", "net.blocks.1"]
     in_place.net.compile(backend="eager")
     assert names(in_place) == []
-
-
-def test_nothing_is_seen_inside_a_compiled_whole_whose_graph_stays_whole():
-    torch.compiler.reset()
-    inner, seen = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), []
-    with ExitStack() as scopes:
-        for layer in inner:
-            scopes.enter_context(before_calls(layer, lambda args, kwargs: seen.append(args)))
-            scopes.enter_context(after_calls(layer, seen.append))
-        inner[1].compile(backend="eager")
-        scopes.enter_context(after_calls(inner[1], seen.append))
-        torch.compile(inner, backend="eager", fullgraph=True)(torch.ones(1, 1))
-    assert seen == []

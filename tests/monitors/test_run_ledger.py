@@ -15,7 +15,7 @@ from torch.multiprocessing import ProcessExitedException
 from lightning_tricks import RunLedger
 from lightning_tricks.logs.ledger_diff import check, compare, name_of
 from lightning_tricks.logs.ledger_file import read_ledger
-from lightning_tricks.monitors.run_ledger import sums
+from lightning_tricks.monitors import _bit_sums as sums
 
 TWENTY = range(20)
 AT_END = next(seed for seed in TWENTY if Plant(1, "bit", seed).at_end)
@@ -153,6 +153,7 @@ def test_rows_are_compared_over_world_sizes_and_windows(clean, two, tmp_path):
     assert "weights: not compared at 6 steps (processes: 1 and 2)" in text
 
 
+@pytest.mark.long
 def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two, tmp_path):
     fit(tmp_path, dropout=0)
     fit(tmp_path / "windows", dropout=0, data=Rows(2), accumulate_grad_batches=2)
@@ -167,6 +168,7 @@ def test_the_loss_is_compared_within_the_tolerance_over_world_sizes(clean, two, 
     assert diff(clean, two / "clean").parts["loss"].differs == 0  # dropout draws another mask on each rank
 
 
+@pytest.mark.long
 def test_a_fault_of_one_process_is_named_with_its_rank(two):
     assert not diff(two / "clean", two / "again").differs
     bit = diff(two / "clean", two / "bit")
@@ -179,6 +181,7 @@ def test_a_fault_of_one_process_is_named_with_its_rank(two):
     assert problems(two / "clean") == []
 
 
+@pytest.mark.long
 def test_after_a_failure_the_last_lines_hold_rank_0_alone(two):
     clean, failed = read_ledger(two / "clean").steps, read_ledger(two / "fails").steps
     assert list(failed) == [0, 1]
@@ -209,6 +212,7 @@ def flip_unused(trainer, pl_module, *_):
         flip_a_bit(pl_module.unused, random.Random(0))
 
 
+@pytest.mark.long
 def test_a_line_holds_what_ranks_share_once(clean, two):
     for folder in (clean, two / "clean"):
         line = read_ledger(folder).steps[1]

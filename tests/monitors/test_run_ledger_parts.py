@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_tricks import RunLedger
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.ledger_file import read_ledger
-from lightning_tricks.monitors.run_ledger import sums as sums_module
-from lightning_tricks.monitors.run_ledger.run_ledger import RankValues, step_line
-from lightning_tricks.monitors.run_ledger.sums import (
+from lightning_tricks.monitors import _bit_sums as sums_module
+from lightning_tricks.monitors._bit_sums import (
     BASE,
     LEAST,
     MODULUS,
     PER_TENSOR,
-    BatchSum,
     WeightSum,
+    batch_sums,
     leading_dims,
     odd_factors,
     optimizer_sum,
@@ -34,6 +33,7 @@ from lightning_tricks.monitors.run_ledger.sums import (
     step_sum,
     torch_random_sum,
 )
+from lightning_tricks.monitors.run_ledger import RankValues, step_line
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -54,7 +54,7 @@ def number(total):
 
 def batch_sum(batch, rank=0, world=1):
     """The share of a rank that takes one micro-batch."""
-    sums, rows = BatchSum().of_micro_batch(batch)
+    sums, rows = batch_sums(batch)
     return step_sum([sum(number(total) for total in sums)], rows, rank, world)
 
 
@@ -126,40 +126,19 @@ def test_a_batch_has_one_sum_however_it_is_split(dtype, row):
         parts = x.reshape(micro_batches, world, rows, *row)
         total = 0
         for rank in range(world):
-            sums = [number(BatchSum().of_micro_batch(parts[m, rank])[0][0]) for m in range(micro_batches)]
+            sums = [number(batch_sums(parts[m, rank])[0][0]) for m in range(micro_batches)]
             total += step_sum(sums, rows, rank, world)
         assert total % MODULUS == batch_sum(x)
 
 
-def test_a_large_tensor_is_summed_in_slices_without_a_factor_for_each_value(monkeypatch):
+def test_a_large_tensor_is_summed_in_slices(monkeypatch):
     for shape in ((7, 3, 50), (300,), (1, 900), (40, 20)):
         x = rows(*shape)
         for tensor in (x, x.double(), x.to(torch.bfloat16), x.transpose(0, -1)):
             whole = batch_sum([x, tensor])
             with monkeypatch.context() as patch:
                 patch.setattr(sums_module, "SLICE", 64)
-                sums = BatchSum()
-                (first, total), _ = sums.of_micro_batch([x, tensor])
-                assert sums._factors == {}
-            assert step_sum([number(first) + number(total)], 1, 0, 1) == whole
-    sums = BatchSum()
-    sums.of_micro_batch(torch.zeros(4, 3, 256, 256))
-    assert sums._factors == {}
-
-
-def test_a_weight_that_gets_other_memory_is_read_where_it_is():
-    for shape in ((9000,), (90, 100), (4, 9, 9, 9)):
-        module = nn.Module()
-        module.weight = nn.Parameter(torch.ones(shape))
-        if len(shape) == 4:  # its rows must be copied to be read
-            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-        weights = WeightSum(module, 1, 0)
-        ones = number(weights.of_part(0, CPU))
-        module.weight.data = torch.full_like(module.weight.data, 2.0)
-        twos = number(weights.of_part(0, CPU))
-        with torch.no_grad():
-            module.weight.fill_(1.0)
-        assert number(weights.of_part(0, CPU)) == ones != twos
+                assert batch_sum([x, tensor]) == whole
 
 
 def test_tensors_are_found_in_any_batch():
@@ -173,16 +152,7 @@ def test_tensors_are_found_in_any_batch():
         (Own(), 1), (torch.tensor(3.0), 1), (torch.ones(2, 3, dtype=torch.complex64), 1), ("no tensor", 0),
         (torch.empty(0, 3), 0), (nested, 0), (torch.eye(3).to_sparse(), 0),
     ):  # fmt: skip
-        assert len(BatchSum().of_micro_batch(batch)[0]) == tensors
-
-
-def test_batches_of_ever_other_lengths_keep_few_factors_and_have_the_same_sums():
-    batch = BatchSum()
-    for length in range(1, 101):
-        rows = torch.arange(2 * length).view(2, length)
-        (total,), _ = batch.of_micro_batch(rows)
-        assert len(batch._factors) <= 64
-        assert step_sum([number(total)], 2, 0, 1) == batch_sum(rows)
+        assert len(batch_sums(batch)[0]) == tensors
 
 
 def test_a_row_is_as_many_of_the_last_dimensions_as_make_64_values():
@@ -334,8 +304,6 @@ def test_files_that_are_no_ledger_are_refused_and_kept(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
     with pytest.raises(UsageError, match=r"notes.txt/ledger.jsonl: cannot be written \("):
         fit(tmp_path / "run", ledger=RunLedger(str(tmp_path / "notes.txt" / "ledger.jsonl")))
-    with pytest.raises(UsageError, match="cover_weights_in_steps=0: give 1 or more"):
-        RunLedger(cover_weights_in_steps=0)
 
 
 class Quantized(torch.Tensor):
@@ -367,17 +335,6 @@ def test_a_strategy_that_holds_no_parameter_whole_has_a_ledger_without_weights(t
     assert all(step["loss"] for step in ledger.steps.values())
     line = "RunLedger: FSDPStrategy holds no parameter whole: the ledger has no weights"
     assert [str(warning.message) for warning in recwarn if "RunLedger" in str(warning.message)] == [line]
-
-
-def test_pythons_random_state_is_the_same_read_in_memory_and_asked_for(monkeypatch):
-    for draws in (1, 300, 624):
-        for _ in range(draws):
-            random.random()
-        in_memory = other_random_sum()
-        assert sums_module._end_of_python_state() == random.getstate()[1][-9:]
-        with monkeypatch.context() as patch:
-            patch.setattr(sums_module, "_is_as_read", lambda: False)
-            assert other_random_sum() == in_memory
 
 
 def test_two_that_write_one_file_are_refused_and_two_files_have_the_same_lines(tmp_path):

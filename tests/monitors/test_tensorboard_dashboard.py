@@ -1,32 +1,25 @@
 """The dashboard: its charts, link, cards, picture and result; and that training does not notice it."""
 
 import html
-import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import lightning.pytorch as pl
 import pytest
-import short_run
 import torch
 from harness import processes
-from harness.preloaded import python
 from harness.runs import On
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from short_run import Model, Raise, events, fit, points, save_every, tensors
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.optim import lr_scheduler
 
-from lightning_tricks.callbacks import MetricBuffer, PrecisionMonitor, TensorBoardDashboard
+from lightning_tricks.callbacks import MetricBuffer, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.monitors.tensorboard_dashboard import facts, flat, layout, pinned_link, planned_lrs, table
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupLinear
@@ -82,13 +75,6 @@ def test_loss_scaling_and_fp8_have_their_charts():
     assert charts({"": whole["Inside the model"]}, names) == {"fp8: share": ["precision/fp8_share"]}
 
 
-def test_what_was_not_recorded_of_a_precision_has_no_chart():
-    only_share = layout("train/loss", "val/loss", (name for name in ["precision/fp8_share"]))
-    assert list(only_share["Inside the model"]) == ["fp8: share"]
-    assert "loss scale" not in only_share["Run"]
-    assert list(layout("train/loss", "val/loss", ["precision/loss_scale"])) == ["Run"]
-
-
 def test_foreign_names_are_names_and_no_patterns():
     names = ["loss.train (nats)", "lossxtrain (nats)", "loss/val+aux"]
     shown = charts(layout("loss.train (nats)", "loss/val+aux", names), names)
@@ -126,14 +112,6 @@ def test_the_facts_count_parameters_that_have_a_size():
     assert (said["max_steps"], said["gradient_clip_val"], said["devices"]) == (7, 0.5, 1)
     expected = ("32-true", "SingleDeviceStrategy", pl.__version__)
     assert (said["precision"], said["strategy"], said["lightning"]) == expected
-
-
-def test_the_facts_count_a_parameter_that_deepspeed_has_partitioned_as_a_whole():
-    model = Model()
-    model.layer.weight.ds_numel = 2
-    model.layer.weight.data = torch.empty(0)  # DeepSpeed's ZeRO, stage 3
-    said = facts(pl.Trainer(accelerator="cpu", logger=False), model)
-    assert (said["parameters"], said["trainable parameters"]) == ("3", "3")
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -241,28 +219,6 @@ def test_a_run_gets_its_cards(tmp_path, make):
     assert points(tmp_path / "run", "hp/val_loss") == [(11, 1009.0)]
     assert points(tmp_path / "run", "hp_metric") == [(0, -1), (11, 1009.0)]
     assert {name: value.number_value for name, value in hparams(tmp_path).items()}["depth"] == 3
-
-
-def test_the_tab_shows_what_a_precision_records(tmp_path):
-    class Plugin(MixedPrecision):
-        converted_share = 0.5
-
-        def convert_module(self, module):
-            self.fp8_layers = {"layer": module.layer}
-            return module
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    plugins = [Plugin("16-mixed", "cpu", scaler=scaler)]
-    train(tmp_path, 12, PrecisionMonitor(), plugins=plugins)
-    (drawn,) = layouts(tmp_path)
-    tabs = {category.title: [chart.title for chart in category.chart] for category in drawn.category}
-    assert tabs["Run"][-2:] == ["loss scale", "skipped steps"]
-    assert tabs["Inside the model"] == ["fp8: share"]
-    assert points(tmp_path / "run", "precision/loss_scale") == [(step, 8.0) for step in range(12)]
-    shown = {tag for category in drawn.category for chart in category.chart for tag in chart.multiline.tag}
-    recorded = {tag for tag in events(tmp_path / "run").Tags()["scalars"] if tag.startswith("precision/")}
-    assert len(recorded) == 3
-    assert all(any(re.match(tag, name) for tag in shown) for name in recorded)
 
 
 def test_without_hyperparameters_of_lightnings_the_module_is_named(tmp_path):
@@ -378,18 +334,14 @@ def test_the_layout_waits_for_the_first_interval_and_is_written_once(tmp_path):
     assert len(layouts(tmp_path)) == 1
 
 
-def test_a_resume_writes_the_plan_again_only_where_it_is_another_one(tmp_path):
+def test_the_plan_of_a_resumed_run_takes_the_place_of_the_earlier_one(tmp_path):
     saver, options = save_every(10, tmp_path), {"enable_checkpointing": True}
     train(tmp_path, 12, saver, model=Scheduled(), **options)
-    options["ckpt_path"] = tmp_path / "step=10.ckpt"
-    train(tmp_path, 12, saver, model=Scheduled(), **options)
     (file,) = (tmp_path / "run/plan").iterdir()
-    assert [step for step, _ in plan(tmp_path)] == list(range(12))
     other = Scheduled()
     other.curve = WarmupLinear(warmup_steps=4)
     time.sleep(max(0.0, int(file.name.split(".")[3]) + 1 - time.time()))  # TensorBoard sorts files by their second
-    train(tmp_path, 12, saver, model=other, **options)
-    assert len([*(tmp_path / "run/plan").iterdir()]) == 2
+    train(tmp_path, 12, saver, model=other, ckpt_path=tmp_path / "step=10.ckpt", **options)
     assert plan(tmp_path) == [(step, pytest.approx(other.curve.lr(0.1, step, 20))) for step in range(12)]
 
 
@@ -502,33 +454,3 @@ def test_only_rank_0_writes(tmp_path):
     processes.run(_ranks, str(tmp_path))
     assert len(texts(tmp_path)) == 1
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
-
-
-ALONE = """
-import pytorch_lightning
-from lightning_tricks.callbacks import TensorBoardDashboard
-from pytorch_lightning.loggers import TensorBoardLogger
-import short_run
-short_run.fit(TensorBoardLogger({folder!r}, name="run", version=""), 6, callbacks=(TensorBoardDashboard(),))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_trainer_of_pytorch_lightning_gets_its_dashboard(tmp_path, monkeypatch, alone):
-    """Also where the collection builds on the other package, as it does in this process."""
-    if alone:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        code = ALONE.format(folder=str(tmp_path))
-        done = subprocess.run([python("pytorch_lightning"), "-c", code], capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stderr[-3000:]
-    else:
-        other = importlib.import_module("pytorch_lightning")
-        monkeypatch.setattr(short_run, "pl", other)
-        ours, Model.__bases__ = Model.__bases__, (other.LightningModule,)
-        try:
-            fit(other.loggers.TensorBoardLogger(tmp_path, "run", ""), 6, callbacks=(TensorBoardDashboard(),))
-        finally:
-            Model.__bases__ = ours
-    assert points(tmp_path / "run", "hp/val_loss") == [(5, 1004.0)]
-    assert len(texts(tmp_path)) == len(layouts(tmp_path)) == 1

@@ -17,7 +17,6 @@ from lightning_tricks.monitors.training_progress_bar import (
     VALIDATION,
     decimals,
     hours_minutes_seconds,
-    human,
     shown,
 )
 
@@ -146,14 +145,6 @@ def test_validation_has_a_line_of_its_own_below_that_of_its_step(capsys):
     assert "step 4  validation  loss 7.0000" in lines
 
 
-def test_a_validation_that_logs_nothing_known_has_no_line(capsys):
-    class Silent(Model):
-        def validation_step(self, batch, batch_idx): ...
-
-    run(TrainingProgressBar(), model=Silent())
-    assert "validation" not in capsys.readouterr().out
-
-
 def test_validating_alone_prints_lightnings_table_only(capsys):
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[TrainingProgressBar()])
     trainer.validate(Model(), DataLoader(torch.ones(2, 1, 3, 4)))
@@ -269,22 +260,6 @@ def test_the_last_step_of_the_last_epoch_shows_its_own_values(capsys):
     assert [re.search(r"norm (\d+)", line)[1] for line in lines] == ["107", "114", "120"]
 
 
-def test_whichever_comes_first_of_steps_and_epochs_is_the_end(capsys):
-    run(TrainingProgressBar(), max_steps=100, max_epochs=1, val_check_interval=20, log_every_n_steps=20)
-    assert steps(capsys.readouterr().out)[0].startswith("step 20/20 (100%)")
-
-
-def test_an_accumulation_that_changes_with_the_epoch_has_its_own_end(capsys):
-    # 6 batches an epoch: 6 steps, then 3, then 2 of 4 and 2 batches
-    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
-    data = DataLoader(TensorDataset(torch.ones(6, 3, 4)))
-    options = {"max_steps": -1, "max_epochs": 3, "log_every_n_steps": 1, "val_check_interval": 6}
-    run(TrainingProgressBar(), scheduler, data=data, **options)
-    lines = steps(capsys.readouterr().out)
-    assert [line.split("  ")[0] for line in lines] == [f"step {n}/11 ({n / 11:.0%})" for n in range(1, 12)]
-    assert lines[-1].endswith("ETA 0:00:00")
-
-
 def test_data_that_ends_before_max_steps_says_so(capsys):
     class Short(IterableDataset):
         def __iter__(self):
@@ -362,11 +337,6 @@ def test_the_validation_line_replaces_the_redrawn_one_and_stays(capsys, terminal
     assert "\r\x1b[2Kstep 4  validation  loss 7.0000\n\r\x1b[2Kstep 6/6" in capsys.readouterr().out
 
 
-def test_the_last_line_stays_also_before_a_validation(capsys, terminal):
-    run(TrainingProgressBar(), val_check_interval=6)
-    assert re.search(r"Kstep 6/6[^\r\n]*\n\r\x1b\[2Kstep 6  validation", capsys.readouterr().out)
-
-
 def test_an_error_and_an_early_end_start_on_their_own_line(capsys, terminal):
     class Failing(Model):
         def training_step(self, batch, batch_idx):
@@ -413,13 +383,6 @@ def test_a_disabled_bar_is_silent_and_reads_nothing(capsys, monkeypatch):
 
 
 # ---- how it writes numbers
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (999, "999"), (12345, "12.3k"), (999_900, "1M"), (2.5e6, "2.5M"), (3e15, "3P")]
-)
-def test_numbers_have_three_digits_and_a_suffix(value, text):
-    assert human(value) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (math.nan, "?")])

@@ -11,7 +11,6 @@ from harness.runs import decoding, fit, same_training
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import UpdateMonitor
 from lightning_tricks.monitors.update_monitor import sample_stride, square_sums
 
@@ -144,13 +143,6 @@ def test_nothing_is_copied_between_log_steps(monkeypatch):
     assert monitor._before == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_weights_of_other_types(dtype):
-    run = fit(Moving(dtype), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
-    step = 1 - float(torch.tensor(1.0, dtype=dtype) - torch.tensor(0.1, dtype=dtype))
-    assert run.of("updates/blocks.0/ratio") == pytest.approx([step])
-
-
 def test_square_sums_of_mixed_types():
     tensors = [torch.full((1024,), 3.0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
     assert square_sums([*tensors, torch.empty(0)]).tolist() == pytest.approx([9216.0, 9216.0, 9216.0, 0.0])
@@ -243,19 +235,6 @@ def test_a_sample_is_scaled_back_to_its_tensor():
     assert run.of("updates/ratio") == pytest.approx([(22 * 0.01 / squares) ** 0.5], rel=1e-5)
 
 
-def test_a_sample_tells_nearly_what_all_elements_tell():
-    sampled, exact = decoding(UpdateMonitor(max_elements=500)), decoding(UpdateMonitor(max_elements=None))
-    assert sampled.rows != exact.rows
-    for name in exact.names():
-        assert sampled.of(name) == pytest.approx(exact.of(name), rel=0.15)
-
-
-@pytest.mark.parametrize("most", [0, -5])
-def test_no_elements_is_refused(most):
-    with pytest.raises(UsageError, match=f"UpdateMonitor.max_elements={most}: give 1 or more, or null for all"):
-        UpdateMonitor(max_elements=most)
-
-
 def test_a_model_whose_parameters_cannot_be_told_trains_without_figures():
     class Lazy(Moving):
         def __init__(self):
@@ -293,17 +272,6 @@ def test_several_optimizers_and_steps_are_measured_over_the_whole_batch():
     assert run.of("updates/blocks.0/ratio") == pytest.approx([0.2])
     assert run.of("updates/blocks.1/ratio") == []  # no optimizer trains it
     assert run.of("updates/head/ratio") == pytest.approx([0.1 * 2**0.5 / 5])
-
-
-@pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}], ids=str)
-def test_fused_and_foreach_optimizers_give_the_figures_of_the_plain_one(adamw):
-    def with_adamw(**kwargs):
-        model = Decoding()
-        model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
-        return fit(model, UpdateMonitor())
-
-    for (_, found), (_, expected) in zip(with_adamw(**adamw).rows, with_adamw(foreach=False).rows, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
 
 
 class Sharded(Decoding):

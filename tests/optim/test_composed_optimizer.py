@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim import (
     ComposedOptimizer,
     Muon,
@@ -41,7 +41,7 @@ def same(one, other):
 
 
 def test_each_parameter_is_trained_as_by_its_own_optimizer(monkeypatch):
-    monkeypatch.setattr(fast_bf16, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
+    monkeypatch.setattr(device_speed, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
     composed, apart = net(), net()
     train(composed, MuonAdamW(decay_groups(composed), lr=0.01), 0, 5)
     by_name = dict(apart.named_parameters())

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin
 from lightning_tricks.monitors.grad_norm_monitor import GradNormMonitor
@@ -132,7 +132,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_three_steps_are_those_of_the_library_called_by_hand(name, monkeypatch):
-    monkeypatch.setattr(fast_bf16, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
+    monkeypatch.setattr(device_speed, "has_fast_bf16", lambda device: True)  # as torch.optim.Muon computes
     model, reference = net(), net()
     train(model, [build_optimizer(model, factory(CHOSEN[name]))], 0, 3)
     train(reference, by_hand(name, reference), 0, 3)

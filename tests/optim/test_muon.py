@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
 from lightning_tricks.optim import muon as muon_module
 from lightning_tricks.optim.bf16_step import BF16Step
@@ -22,7 +22,7 @@ def bf16_is_fast(monkeypatch):
     """The iteration runs in bf16 on every machine; where it is set to False, in fp32."""
 
     def is_set(fast):
-        monkeypatch.setattr(fast_bf16, "has_fast_bf16", lambda device: fast)
+        monkeypatch.setattr(device_speed, "has_fast_bf16", lambda device: fast)
 
     is_set(True)
     return is_set

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.callbacks import SafeCheckpoint, StepGuard
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, muon
@@ -179,7 +179,10 @@ def replicas(rank: int, in_bf16: bool, steps: int = 3) -> tuple[dict[str, torch.
         optimizer.replicas = distributed.group.WORLD
     # the ranks measure different figures, and take bf16 only if it is fast on all
     fast = in_bf16 or rank == 0
-    with patch.object(muon, "orthogonalize", orthogonalize), patch.object(fast_bf16, "has_fast_bf16", lambda _: fast):
+    with (
+        patch.object(muon, "orthogonalize", orthogonalize),
+        patch.object(device_speed, "has_fast_bf16", lambda _: fast),
+    ):
         first = 0
         for step in range(steps):
             for param in params:

@@ -93,7 +93,7 @@ def rolling(decoder, tokens, longest):
 
 @torch.no_grad()
 def test_each_answer_is_that_of_its_row_alone():
-    from lightning_tricks.outputs.lm_eval.harness_model import HarnessModel
+    from lightning_tricks.outputs._harness_model import HarnessModel
 
     model, longest = model_of(), CONFIG.max_seq_len
     asked = HarnessModel(model, batch_size=2)
@@ -116,7 +116,7 @@ def test_each_answer_is_that_of_its_row_alone():
 
 @torch.no_grad()
 def test_a_text_ends_before_a_stop_word_an_end_of_text_or_the_number_of_tokens():
-    from lightning_tricks.outputs.lm_eval.harness_model import HarnessModel
+    from lightning_tricks.outputs._harness_model import HarnessModel
 
     prompt, ids = TOKENIZER.encode("return").ids, TOKENIZER.encode("def parse text").ids
     script = [*prompt, *ids, 0, *[5] * 99]  # whatever it reads, the model writes its next token
@@ -185,20 +185,6 @@ def test_the_command_scores_a_checkpoint_as_its_decoder_does(tasks, tmp_path, ca
     assert found["results"]["text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     with pytest.raises(UsageError, match=f"output='{output}' exists"):
         door.run(["eval", "--ckpt_path", str(path), *options])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": "arc"}, "tasks='arc': give a list"),
-        ({"tasks": []}, r"tasks=\[\]: give a list"),
-        ({"tasks": ["a"], "batch_size": 0}, "batch_size=0: give at least 1"),
-        ({"tasks": ["a"], "limit": 0}, "limit=0: give a number of questions"),
-    ],
-)
-def test_a_bad_option_is_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        LMEval(**options)
 
 
 def test_a_run_that_cannot_score_is_refused_at_its_start(files, tmp_path):

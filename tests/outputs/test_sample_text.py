@@ -196,20 +196,6 @@ def test_sharded_compiled_modules_write_what_one_process_does():
     assert processes.run(sample_in_two) == [greedy_samples()] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": "def"}, "prompts='def': give a list"),
-        ({"prompts": []}, r"prompts=\[\]: give a list"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0: give at least 1"),
-        ({"top_p": 2.0}, "top_p=2.0"),
-    ],
-)
-def test_a_bad_option_is_refused(options, message):
-    with pytest.raises(UsageError, match=message):
-        SampleText(**options)
-
-
 def test_a_run_that_cannot_sample_is_refused_at_its_start():
     class Without(Module):
         def __init__(self):

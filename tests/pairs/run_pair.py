@@ -52,7 +52,7 @@ from lightning_tricks import (
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._trainer import data_rank
 from lightning_tricks.checkpoints import AtomicCheckpointIO
-from lightning_tricks.guards.preemption.preemption import Preempted
+from lightning_tricks.guards.preemption import Preempted
 from lightning_tricks.logs.ledger_diff import compare
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
-from lightning_tricks.accounting import fast_bf16
+from lightning_tricks.accounting import device_speed
 from lightning_tricks.callbacks import MFUMonitor
 from lightning_tricks.precision import AutoPrecision, has_fast_bf16
 from lightning_tricks.strategies import FSDP2Strategy
@@ -24,12 +24,12 @@ def ratio(monkeypatch):
     """Set the ratio that is measured; not set, a measurement is an error."""
 
     def measures(value):
-        monkeypatch.setattr(fast_bf16, "bf16_time_ratio", lambda threads: value)
+        monkeypatch.setattr(device_speed, "bf16_time_ratio", lambda threads: value)
 
     def fails(threads):
         raise AssertionError("measured before training starts")
 
-    monkeypatch.setattr(fast_bf16, "bf16_time_ratio", fails)
+    monkeypatch.setattr(device_speed, "bf16_time_ratio", fails)
     return measures
 
 
@@ -75,24 +75,24 @@ class Clock:
 def test_the_fastest_warm_products_of_both_types_are_compared(monkeypatch, of_two_threads, expected):
     one = {(torch.float32, 1): 2.0, (torch.bfloat16, 1): 3.0}
     two = {(dtype, 2): seconds for (dtype, _), seconds in zip(one, of_two_threads, strict=True)}
-    monkeypatch.setattr(fast_bf16, "seconds_of", clock := Clock(one | two))
+    monkeypatch.setattr(device_speed, "seconds_of", clock := Clock(one | two))
     monkeypatch.setattr(torch, "get_num_threads", lambda: clock.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: setattr(clock, "threads", threads))
-    assert fast_bf16.bf16_time_ratio.__wrapped__(2) == pytest.approx(expected)
+    assert device_speed.bf16_time_ratio.__wrapped__(2) == pytest.approx(expected)
     assert clock.threads == 2, "the run has its own number again"
     assert clock.seen.index((torch.bfloat16, 1, 512)) < 2 * 3 * 3 < len(clock.seen), "the types take turns"
 
 
 def test_emulated_products_are_told_by_small_ones_which_take_little_time(monkeypatch):
     clock = Clock({(torch.float32, 1): 1.0, (torch.bfloat16, 1): 40.0})
-    monkeypatch.setattr(fast_bf16, "seconds_of", clock)
-    assert fast_bf16.bf16_time_ratio.__wrapped__(torch.get_num_threads()) == pytest.approx(40.0)
+    monkeypatch.setattr(device_speed, "seconds_of", clock)
+    assert device_speed.bf16_time_ratio.__wrapped__(torch.get_num_threads()) == pytest.approx(40.0)
     assert {size for _, _, size in clock.seen} == {256}
 
 
 def test_this_cpu_is_measured():
     state = torch.get_rng_state()
-    assert 0.01 < fast_bf16.bf16_time_ratio(torch.get_num_threads()) < 1000
+    assert 0.01 < device_speed.bf16_time_ratio(torch.get_num_threads()) < 1000
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -155,10 +155,10 @@ def in_two(rank, folder):
         other = FAST + SLOW - measured
         for number, strategy in enumerate((lambda: "ddp", FSDP2Strategy)):
             at = folder / f"{chosen[0]}-{number}"
-            fast_bf16.bf16_time_ratio = partial(dict.get, {1: (measured, other)[rank]})
+            device_speed.bf16_time_ratio = partial(dict.get, {1: (measured, other)[rank]})
             trainer, _, seen = fit(at, strategy=strategy(), devices=2)
             assert (trainer.precision, seen) == (chosen[0], {chosen[1]})
-            fast_bf16.bf16_time_ratio = partial(dict.get, {1: other})
+            device_speed.bf16_time_ratio = partial(dict.get, {1: other})
             assert fit(ckpt_path=at / "step=2.ckpt", max_steps=4, strategy=strategy(), devices=2)[2] == {chosen[1]}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
-from lightning_tricks.guards.averages.weight_average import Swap
+from lightning_tricks.guards.averaged_weights import Swap
 from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 

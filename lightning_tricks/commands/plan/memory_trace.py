@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_tricks._core.protocols import StepsInBatches
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, refuse_second_derivative
-from lightning_tricks.accounting.fast_bf16 import has_fast_bf16
+from lightning_tricks.accounting.device_speed import has_fast_bf16
 from lightning_tricks.parallel.shard import materialize
 
 # The lines of a breakdown, in the order in which they are shown.

@@ -10,9 +10,9 @@ import torch
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import host_bytes
+from lightning_tricks.accounting.device_speed import measure_peak_flops
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
 from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
-from lightning_tricks.accounting.peak_flops import measure_peak_flops
 from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import Change, changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once

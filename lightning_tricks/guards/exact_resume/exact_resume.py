@@ -4,8 +4,7 @@ Lightning saves no random state, and begins a loader that it does not know at it
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,37 +12,26 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.random_state import (
-    gather,
-    random_state,
-    save_random_states,
-    saved_random_states,
-    set_random_state_of,
-)
+from lightning_tricks._core.protocols import SavesNow
+from lightning_tricks._core.random_state import gather, random_state, saved_random_states, set_random_state_of
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import (
+    DeferredSaves,
     batch_progress,
     data_rank,
     end_restart,
     epoch_is_over,
     forget_running_batch,
     go_on_with_next_epoch,
+    is_a,
     random_rank,
     reopen_epoch,
-    rewind_to_step,
+    save_whole_step,
     set_consumed,
     within_step,
 )
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.guards.exact_resume.left_out import (
-    catch_up,
-    follow_accumulation,
-    hold_back_savers,
-    left_out,
-    put_back,
-    warn_of_epoch_means,
-    warn_of_other_callbacks,
-)
+from lightning_tricks.guards.exact_resume import extra_state
 from lightning_tricks.guards.exact_resume.loaders import (
     Replay,
     ServedLoader,
@@ -88,6 +76,8 @@ class ExactResume(pl.Callback):
             `trainer.estimated_stepping_batches` was read before the checkpoint was loaded.
     """
 
+    begins_next_epoch = True  # Preemption and SafeCheckpoint ask for this
+
     def __init__(self) -> None:
         self._trainer: Any = None
         self._replacements = ExitStack()
@@ -127,9 +117,11 @@ class ExactResume(pl.Callback):
 
         self._replacements.close()
         self._replacements.enter_context(replaced(trainer.strategy, "process_dataloader", process_and_follow))
-        hold_back_savers(trainer, self._replacements)
-        follow_accumulation(trainer, self._replacements)
-        warn_of_other_callbacks(trainer)
+        for saver in trainer.checkpoint_callbacks:
+            if is_a(saver, "ModelCheckpoint") and not isinstance(saver, SavesNow):  # which saves whole steps by itself
+                DeferredSaves(saver, self._replacements)
+        extra_state.follow_accumulation(trainer, self._replacements)
+        extra_state.warn_of_other_callbacks(trainer)
 
     def _follow(self, loader: Any) -> Any:
         """Serve a training loader so that its position is known, if that can be; else say that it cannot."""
@@ -155,7 +147,7 @@ class ExactResume(pl.Callback):
 
     def _fetched(self) -> None:
         if self._random_to_set:
-            catch_up(self._trainer, self._own["left_out"])
+            extra_state.catch_up(self._trainer, self._own["extra_state"])
             self._set_random_state()
 
     def _set_random_state(self) -> None:
@@ -172,14 +164,15 @@ class ExactResume(pl.Callback):
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
         forget_running_batch(trainer)
-        put_back(trainer, self._own["left_out"])
+        extra_state.put_back(trainer, self._own["extra_state"])
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
-            catch_up(trainer, self._own["left_out"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         else:
             self._resumed_at = progress.current.processed
         if all(follower is not None for follower in self._followed):
-            self._replacements.enter_context(_ignored(_UNTRUE_WARNING))
+            self._replacements.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", _UNTRUE_WARNING)
         self._set_random_state()
         self._random_to_set = True  # again with the first batch, because other callbacks may draw numbers until then
 
@@ -197,7 +190,7 @@ class ExactResume(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Leave the random state alone from now on: it was restored when the first batch was fetched."""
         if self._random_to_set:  # nothing was fetched: it was fetched ahead
-            catch_up(trainer, self._own["left_out"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         self._random_to_set = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -205,7 +198,7 @@ class ExactResume(pl.Callback):
         if not self._has_trained:
             self._has_trained = True
             end_restart(trainer)
-            warn_of_epoch_means(trainer)
+            extra_state.warn_of_epoch_means(trainer)
         for follower in self._followed:
             if follower is not None:
                 follower.places.forget_before(self._next_step())
@@ -238,7 +231,7 @@ class ExactResume(pl.Callback):
     def _own_state(self) -> dict[str, Any]:
         over = self._epoch_is_over()
         loaders = [None if f is None else self._loader_state(f, over) for f in self._followed]
-        return {"loaders": loaders, "left_out": left_out(self._trainer)}
+        return {"loaders": loaders, "extra_state": extra_state.read(self._trainer)}
 
     def _loader_state(self, follower: Replay | StatefulLoader, over: bool) -> dict[str, Any]:
         if isinstance(follower, StatefulLoader):
@@ -255,8 +248,7 @@ class ExactResume(pl.Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A save within a step, as after an exception, is written as one from the step's start: its data come again."""
-        save_random_states(checkpoint, self._random_at_end)
-        rewind_to_step(checkpoint, trainer)
+        save_whole_step(checkpoint, trainer, self._random_at_end)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """A run that ended in mid-epoch goes on in that epoch; what is loaded to be evaluated goes on with nothing."""
@@ -309,16 +301,3 @@ class ExactResume(pl.Callback):
             return
         if cycles:
             follower.places.at_first_batch = partial(set_consumed, self._trainer, index)
-
-
-@contextmanager
-def _ignored(message: str) -> Iterator[None]:
-    """Ignore a warning inside the `with`. Filters that others set meanwhile stay."""
-    warnings.filterwarnings("ignore", message)
-    entry = warnings.filters[0]
-    try:
-        yield
-    finally:
-        filters: Any = warnings.filters  # another list inside somebody's catch_warnings
-        if entry in filters:
-            filters.remove(entry)

@@ -24,8 +24,8 @@ from lightning_tricks.guards.exact_resume.order import (
     Position,
     generators_of,
     is_iterable,
-    number_of,
     sampler_state,
+    seed_from,
     set_sampler_state,
 )
 
@@ -45,7 +45,7 @@ def can_be_replayed(loader: Any) -> bool:
     return not own_way and (has_state(loader.dataset) or not hasattr(loader.dataset, "__next__"))
 
 
-class Places:
+class LoaderStates:
     """Where a loader was before each of the batches that it has served in an epoch, from the running step on.
 
     `fetched` is called after each batch that was fetched, `at_first_batch` after the first one.
@@ -111,7 +111,7 @@ class StatefulLoader(ServedLoader):
 
     def __init__(self, loader: Any, fetched: Callable[[], None]) -> None:
         super().__init__(loader, fetched)
-        self.places = Places(fetched)
+        self.places = LoaderStates(fetched)
         self.resumed: dict[str, Any] | None = None  # place from which the next iteration goes on
         self._cycles = 0  # passes that ended since the epoch began, of a loader that is shorter than another one
         self._ended = False  # the last pass ran to its end
@@ -211,7 +211,7 @@ class Worker:
 
     def _seed(self) -> None:
         place = (self.worker, self.number) if self.iterable else (self.number,)
-        seed_process(number_of(*self.key, *place), self.generators)
+        seed_process(seed_from(*self.key, *place), self.generators)
 
 
 class _NoRows:
@@ -235,7 +235,7 @@ class Replay:
         self.loader, self.rank = loader, rank
         self.stateful = is_iterable(loader) and has_state(loader.dataset)
         self.position = Position(seed=seed)
-        self.places = Places(fetched)
+        self.places = LoaderStates(fetched)
         self.resumed: Position | None = None  # where the next pass begins
         self._ended = False  # the last pass ran to its end
 
@@ -307,12 +307,12 @@ class Replay:
         self._set_state(start, load_state)
         inner, number = self._inner_loader(start, key)
         generators = [] if self.stateful or loader.num_workers else generators_of(loader.dataset)
-        with own_randomness(number_of(*key, "start")):
+        with own_randomness(seed_from(*key, "start")):
             iterator = DataLoader.__iter__(inner)
         states = list(start.datasets or [None] * max(loader.num_workers, 1))
         even, position = True, start
         while True:
-            seed = number_of(*key, number)
+            seed = seed_from(*key, number)
             with nullcontext() if loader.num_workers else own_randomness(seed, generators):
                 batch: Any = next(iterator, _END)
             if batch is _END:
@@ -341,7 +341,7 @@ class Replay:
         # workers that live on would have the first pass's seeds in all passes
         changes: dict[str, Any] = {"_iterator": None, "persistent_workers": False, "in_order": True}
         if not iterable:
-            order = Order(loader, number_of(start.seed, start.number, "order"), start.batches)
+            order = Order(loader, seed_from(start.seed, start.number, "order"), start.batches)
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = order
         if loader.num_workers or self.stateful:
             changes["collate_fn"] = worker.finish

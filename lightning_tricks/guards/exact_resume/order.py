@@ -29,7 +29,7 @@ _LOST = "rows of this epoch may repeat or be left out"
 _SIZES = ("batch_size", "num_replicas", "rank", "num_samples", "total_size")
 
 
-def number_of(*key: Any) -> int:
+def seed_from(*key: Any) -> int:
     """64 bits that depend on every part of a key of numbers and names."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest())
 
@@ -91,7 +91,7 @@ class Order:
         while indices is not _END:
             yield indices
             number += 1
-            with own_randomness(number_of(self.seed, number)) if self.foreign else nullcontext():
+            with own_randomness(seed_from(self.seed, number)) if self.foreign else nullcontext():
                 indices = next(iterator, _END)
 
 

@@ -41,7 +41,7 @@ _DISPATCHER = ("torch._ops", "torch._library")  # what torch calls a functional 
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPosition:
     """The place of a rank in its run.
 
     Attributes:
@@ -121,12 +121,12 @@ class Place:
         return {name: value for name, value in vars(self).items() if name != "process"}
 
 
-def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], validations: int) -> Place:
+def read_place(process: Process, trainer: Any, stack: Sequence[FrameType], validations: int) -> RunPosition:
     """The place of this process, from the stack of the thread that trains, the innermost frame first."""
     part, where = running_place(stack)
     is_torchs = lambda frame: str(frame.f_globals.get("__name__", "")).startswith(_DISPATCHER)  # noqa: E731
     innermost = next((frame for frame in stack if not is_torchs(frame)), stack[0])
-    return Place(
+    return RunPosition(
         process,
         part=part,
         where=where,
@@ -162,7 +162,7 @@ def judge(
     Returns:
         The line, and the ranks that may still go on by themselves, for which the others wait.
     """
-    known = {rank: Place(processes[rank], **places[rank]) for rank in sorted(places)}
+    known = {rank: RunPosition(processes[rank], **places[rank]) for rank in sorted(places)}
     ranks = [place for rank, place in known.items() if rank not in silent]
     failed = [place for place in ranks if place.part == FAILED]
     if failed:
@@ -184,7 +184,7 @@ def _listed(lines: Sequence[str]) -> str:
     return "; ".join([*lines[:SHOWN_RANKS], *more])
 
 
-def _uneven_validation(places: Sequence[Place]) -> tuple[str, Collection[int]] | None:
+def _uneven_validation(places: Sequence[RunPosition]) -> tuple[str, Collection[int]] | None:
     """The line on a validation that some ranks have ended, of which others run a later batch; None where not so."""
     most = max(place.validations for place in places)
     done = [place for place in places if place.validations == most]
@@ -200,7 +200,7 @@ def _uneven_validation(places: Sequence[Place]) -> tuple[str, Collection[int]] |
     return line, [place.process.rank for place in longer]
 
 
-def _behind(places: Sequence[Place]) -> tuple[str, Collection[int]]:
+def _behind(places: Sequence[RunPosition]) -> tuple[str, Collection[int]]:
     """The line on the ranks with the fewest collectives begun or, where that is equal, the fewest batches fetched."""
     least = min(place.order for place in places)
     last = _fewest_collectives(places) or [place for place in places if place.order == least]
@@ -211,7 +211,7 @@ def _behind(places: Sequence[Place]) -> tuple[str, Collection[int]]:
     return line, [place.process.rank for place in last]
 
 
-def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
+def _fewest_collectives(places: Sequence[RunPosition]) -> Sequence[RunPosition]:
     """The ranks that have begun the fewest collectives in each of their groups, and in one of them fewer than another.
 
     All ranks begin the same collectives in the same order. On a mesh a rank that stands still holds up its neighbours,
@@ -232,12 +232,12 @@ def _fewest_collectives(places: Sequence[Place]) -> Sequence[Place]:
     ]
 
 
-def _silent(name: str, place: Place | None) -> str:
+def _silent(name: str, place: RunPosition | None) -> str:
     seen = f", last seen {place.text}" if place else ""
     return f"{name} gives no sign of life{seen}: stopped, gone, or in C code that holds Python's lock"
 
 
-def _names(places: Sequence[Place], verb: str = "is") -> str:
+def _names(places: Sequence[RunPosition], verb: str = "is") -> str:
     if len(places) == 1:
         return f"{places[0].process.name} {verb}".rstrip()
     more = ", ..." if len(places) > SHOWN_RANKS else ""
@@ -335,7 +335,7 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True, name="hang-watchdog")
         self._trainer, self._options, self._connection = trainer, options, connection
         self._call, self._closed = RunningCall(), threading.Event()
-        self._place = self._published = Place(this_process(trainer.global_rank, trainer.world_size))
+        self._place = self._published = RunPosition(this_process(trainer.global_rank, trainer.world_size))
         self._deadline = Deadline(ends=options.abort)
         self._timer_seconds = answer_seconds(trainer.world_size) + 1.0  # the others have named this rank then
         self._since = time.monotonic()

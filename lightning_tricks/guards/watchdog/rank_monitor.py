@@ -4,16 +4,14 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.exit import end_now, end_within
+from lightning_tricks._host.exit import end_children, end_now, end_within
 from lightning_tricks._trainer import RunningCall, is_a, launched_processes
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.guards.watchdog.channel import Connection, connect, say
@@ -73,11 +71,7 @@ class ExceptHook:
         if marked is not None:
             _, seconds, children = marked
             end_within(seconds + 5.0)
-            deadline = time.monotonic() + seconds
-            for child in children:  # only their parent can notice their end
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(max(0.0, deadline - time.monotonic()))
-                child.kill()
+            end_children(children, seconds)  # only their parent can notice their end
 
 
 class RankMonitor(pl.Callback):

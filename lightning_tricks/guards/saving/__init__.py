@@ -1,1 +1,0 @@
-"""Checkpoints that survive: SafeCheckpoint, what it keeps, and the random state that it saves."""

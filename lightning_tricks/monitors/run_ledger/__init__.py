@@ -1,1 +1,0 @@
-"""Write one line a step about the data, the random state, the loss and the weights, to compare two runs by."""

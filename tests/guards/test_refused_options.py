@@ -1,0 +1,61 @@
+"""An option of a guard that is out of its range is refused in one line, which names it, its value and the remedy."""
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_tricks import callbacks
+from lightning_tricks._core.errors import UsageError
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("BatchSizeWarmup", {}, ": stages=None, double_every=None: give one of the two"),
+    ("BatchSizeWarmup", {"stages": {0: 1}, "start": 2}, ".start=2: it is for double_every"),
+    ("BatchSizeWarmup", {"double_every": 0}, ".double_every=0: give 1 or more"),
+    ("BatchSizeWarmup", {"double_every": 3, "unit": "epochs"}, ".unit='epochs': give one of steps, tokens"),
+    ("BatchSizeWarmup", {"double_every": 3, "lr_rule": "cube"}, ".lr_rule='cube': give one of none, linear, sqrt"),
+    ("EMA", {"decay": 1.0}, ": decay=1.0: give a number between 0 and 1, such as 0.999"),
+    ("EMA", {"horizon_steps": math.nan}, ": horizon_steps=nan: give a finite number above 1"),
+    ("EMA", {"decay": 0.9, "horizon_steps": 9}, ": decay=0.9 and horizon_steps=9 say the same: give one of them"),
+    ("GCControl", {"every_n_steps": 0}, ".every_n_steps=0: give 1 or more"),
+    ("HangWatchdog", {"limit_seconds": 0.0}, ".limit_seconds=0.0: give more than 0 seconds"),
+    ("HangWatchdog", {"checkpoint_seconds": -1}, ".checkpoint_seconds=-1: give more than 0 seconds"),
+    ("HangWatchdog", {"first_step_seconds": 3.0}, ".first_step_seconds=3.0: give at least limit_seconds=300.0"),
+    ("LRScalingRule", {}, ": reference_batch_tokens=None, reference_batch_samples=None: give one of the two"),
+    ("LRScalingRule", {"reference_batch_tokens": 0}, ".reference_batch_tokens=0: give 1 or more"),
+    ("LRScalingRule", {"reference_batch_tokens": 4, "rule": "none"}, ".rule='none': give one of linear, sqrt"),
+    ("Preemption", {"max_minutes": math.nan}, ".max_minutes=nan: give more than 0"),
+    ("Preemption", {"slurm_margin_minutes": -1}, ".slurm_margin_minutes=-1: give 0 or more"),
+    ("Preemption", {"exit_code": 256}, ".exit_code=256: give a number from 0 to 255"),
+    ("RankMonitor", {"grace_seconds": -1}, ".grace_seconds=-1: give 0 or more"),
+    ("SafeCheckpoint", {"every_n_train_steps": 0}, ": every_n_train_steps=0: give a whole number of at least 1"),
+    ("SafeCheckpoint", {"keep_last": None}, ": keep_last=None: give a whole number of at least 1"),
+    ("SafeCheckpoint", {"keep_best": 1.5}, ": keep_best=1.5: give a whole number of at least 0"),
+    ("SafeCheckpoint", {"permanent_steps": 0}, ": permanent_steps=0: give a whole number of at least 1"),
+    ("SafeCheckpoint", {"every_n_minutes": 0}, ": every_n_minutes=0: give a number above 0"),
+    ("SafeCheckpoint", {"mode": "low"}, ": mode='low': give 'min' or 'max'"),
+    ("SpikeRollback", {"sigmas": 0}, ".sigmas=0: give a number of standard deviations above 0"),
+    ("SpikeRollback", {"window_steps": 3}, ".window_steps=3: give 4 or more"),
+    ("SpikeRollback", {"keep_snapshots": -1}, ".keep_snapshots=-1: give 0 or more"),
+    ("StepGuard", {"sigmas": 0}, ".sigmas=0: give a number of standard deviations above 0"),
+    ("StepGuard", {"norm_ratio": -1}, ".norm_ratio=-1: give a number from 0 on"),
+    ("StepGuard", {"window_steps": 1}, ": window_steps=1, active_after_steps=64: a deviation needs 2 steps"),
+    ("StepGuard", {"max_skipped_steps": 0}, ".max_skipped_steps=0: give 1 or more"),
+    ("TailAverage", {"horizon_steps": 0}, ": horizon_steps=0: give at least 1"),
+    ("TailAverage", {"horizon_steps": 100, "every_n_steps": 30}, ": every_n_steps=30 does not divide horizon_steps"),
+    ("TotalTokens", {"total_tokens": 1.5}, ".total_tokens=1.5: give a whole number above 0"),
+    ("TotalTokens", {"total_tokens": True}, ".total_tokens=True: give a whole number above 0"),
+    (
+        "TotalTokens",
+        {"total_tokens": 5, "micro_batch_tokens": math.inf},
+        ".micro_batch_tokens=inf: give a whole number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("guard", "options", "line"), REFUSED, ids=str)
+def test_an_option_out_of_range_is_refused_in_one_line(guard, options, line):
+    with pytest.raises(UsageError) as refused:
+        getattr(callbacks, guard)(**options)
+    assert str(refused.value).startswith(guard + line)
+    assert "\n" not in str(refused.value)
