@@ -26,9 +26,9 @@ import torch
 from benchmarks import machine
 from benchmarks.doctor_trials import text
 from lightning_tricks import RecipeCLI
-from lightning_tricks.logs.compare.compared_run import ComparedRun, read_runs
-from lightning_tricks.logs.compare.comparison import Comparison, compare_runs
-from lightning_tricks.logs.compare.report import record, verdicts
+from lightning_tricks.commands.compare import record, verdicts
+from lightning_tricks.logs.compared_run import ComparedRun, read_runs
+from lightning_tricks.logs.comparison import Comparison, compare_runs
 
 RECIPE = Path(__file__).absolute().parents[1] / "recipes/tiny.yaml"
 STEPS, LR = 200, 1e-3

@@ -51,7 +51,7 @@ from lightning_tricks import (
 )
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.logs.doctor import find_run
+from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import read_log
 from lightning_tricks.logs.symptoms import findings
 

@@ -26,7 +26,7 @@ from benchmarks.stage_file import write
 from benchmarks.strategy_runs import attempt, start
 from lightning_tricks import Llama
 from lightning_tricks.cli import RecipeCLI
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 from lightning_tricks.models import Decoder
 
 TINY: dict[str, Any] = {

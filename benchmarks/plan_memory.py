@@ -30,8 +30,8 @@ from benchmarks import machine
 from benchmarks.stage_file import write
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands import recipes_folder
 from lightning_tricks.commands.plan.plan import plan_recipe
-from lightning_tricks.commands.recipes import recipes_folder
 
 ROWS, LENGTH, VOCABULARY = 4, 128, 512
 SIZES = {"vocab_size": VOCABULARY, "d_model": 128, "n_layers": 4, "n_heads": 4, "max_seq_len": LENGTH}

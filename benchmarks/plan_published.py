@@ -25,10 +25,10 @@ from benchmarks.stage_file import write
 from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks.accounting.flops import training_flops_per_token
 from lightning_tricks.accounting.gpus import GPUS, NETWORK_GBITS
+from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import whole_model
-from lightning_tricks.commands.plan.plan import Plan, plan_recipe
-from lightning_tricks.commands.plan.scaling import Links, step_time
+from lightning_tricks.commands.plan.plan import Links, MemoryPlan, plan_recipe, step_time
 from lightning_tricks.commands.plan.setup import read_setup
 
 LENGTH, VOCABULARY = 8192, 128256
@@ -120,7 +120,7 @@ def mpt_rate(model: str, gpus: int, rows: int, mfu: float) -> float:
     return tokens / step_time(compute, 1, tokens, setup.dims, whole.traffic, links).total
 
 
-def plan_of(row: Published, mfu: float = 0.4, memory: bool = True) -> Plan:
+def plan_of(row: Published, mfu: float = 0.4, memory: bool = True) -> MemoryPlan:
     """Our plan of the same sizes, in bf16: fp8 needs a GPU to be converted for."""
     config = Llama(**SHAPES[row.model], vocab_size=VOCABULARY, max_seq_len=LENGTH)
     checkpointing: Any = "full" if row.model == "70B" else "selective"
@@ -133,7 +133,7 @@ def plan_of(row: Published, mfu: float = 0.4, memory: bool = True) -> Plan:
     }  # fmt: skip
     data = SimpleNamespace(micro_batch_size=row.rows, seq_len=LENGTH)
     where: dict[str, Any] = {"gpu": row.gpu, "nodes": row.gpus // 8, "devices": 8, "network_gbits": 400.0}
-    return plan_recipe(module, data, settings, mfu=mfu, suggest=False, **where)
+    return plan_recipe(module, data, settings, PlanOptions(mfu=mfu, **where), suggest=False)
 
 
 def logits_gib(row: Published) -> float:
@@ -141,7 +141,7 @@ def logits_gib(row: Published) -> float:
     return row.rows * LENGTH * VOCABULARY / row.tensor * (2 + 4 + 4 + 2) / 2**30
 
 
-def rate_from(known: Published, wanted: Published, plan: Plan, planned: Plan) -> float:
+def rate_from(known: Published, wanted: Published, plan: MemoryPlan, planned: MemoryPlan) -> float:
     """Tokens/s of a GPU by the model on paper, whose computation is that of another row."""
     flops = [training_flops_per_token(one.setup.module.config, LENGTH, "full") for one in (plan, planned)]
     tokens = wanted.rows * LENGTH

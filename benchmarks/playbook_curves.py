@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.doctor_trials import FAULTS, Trial
-from lightning_tricks.logs.doctor import find_run
 from lightning_tricks.logs.page import thinned
+from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
 from lightning_tricks.logs.symptoms import findings
 

@@ -14,8 +14,9 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.stage_file import write
 from lightning_tricks.cli import load_recipe
+from lightning_tricks.commands import recipes_folder
+from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.plan import plan_recipe
-from lightning_tricks.commands.recipes import recipes_folder
 
 # The device of each recipe's header, by its word for `plan`; a CPU where the header names none.
 DEVICES = {
@@ -38,7 +39,7 @@ def planned(recipe: Path) -> dict[str, Any]:
     """The plan of a recipe: bytes of the largest instant on a device, with CUDA's own, and hours at an MFU of 40 %."""
     gpu = DEVICES.get(recipe.stem)
     options = [] if gpu else ["--trainer.accelerator", "cpu"]
-    made = plan_recipe(*load_recipe("--config", str(recipe), *options), gpu=gpu, suggest=False)
+    made = plan_recipe(*load_recipe("--config", str(recipe), *options), PlanOptions(gpu=gpu), suggest=False)
     return {
         "sha256": sha256(recipe),
         "device": made.device.name if gpu else "CPU",

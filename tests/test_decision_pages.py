@@ -8,7 +8,7 @@ import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 
 pytestmark = pytest.mark.pages
 

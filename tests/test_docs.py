@@ -13,7 +13,7 @@ from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtur
 
 import lightning_tricks
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 
 pytestmark = pytest.mark.pages
 

@@ -14,7 +14,7 @@ import torch
 from harness.preloaded import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
 from benchmarks import recipe_plans
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 
 pytestmark = pytest.mark.pages
 

@@ -15,7 +15,7 @@ from harness.preloaded import python
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize

@@ -23,10 +23,11 @@ def schedule(_: Any) -> dict[str, str]:
 def plan(result: dict[str, Any]) -> dict[str, str]:
     """The plan of a recipe, as the command prints it, and how far plans are from measured peaks."""
     from benchmarks.plan_memory import table
+    from lightning_tricks.commands.plan import PlanOptions
     from lightning_tricks.commands.plan.plan import plan_recipe
     from lightning_tricks.commands.plan.report import report
 
-    made = plan_recipe(*_recipe("llama7b"), gpu="h100", price=2.5)
+    made = plan_recipe(*_recipe("llama7b"), PlanOptions(gpu="h100", price=2.5))
     command = "plan --config recipes/llama7b.yaml --gpu h100 --price 2.5"
     return {"plan": _block(command, report(made)), "memory": table(result)}
 
@@ -77,8 +78,8 @@ def plan_published(result: dict[str, Any]) -> dict[str, str]:
 
 def runs(_: Any) -> dict[str, str]:
     """The table of the runs of a small sweep."""
+    from lightning_tricks.commands.runs import Table
     from lightning_tricks.logs.run import find_runs
-    from lightning_tricks.logs.runs import Table
 
     return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text())}
 
@@ -86,7 +87,7 @@ def runs(_: Any) -> dict[str, str]:
 def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
     """What `doctor` found in runs with planted faults, and in healthy ones."""
     from benchmarks.doctor_trials import tables
-    from lightning_tricks.logs.doctor import Report
+    from lightning_tricks.commands.doctor import Report
     from lightning_tricks.logs.run_log import read_log
     from lightning_tricks.logs.symptoms import findings
 
@@ -104,8 +105,8 @@ def doctor_trials(result: dict[str, Any]) -> dict[str, str]:
 
 def _plan(recipe: str, *options: str) -> Any:
     """The plan of a recipe, with the name that the command gives it."""
-    from lightning_tricks.commands.schedule.curves import NamedPlan
     from lightning_tricks.commands.schedule.plan import planned
+    from lightning_tricks.commands.schedule.terminal import NamedPlan
 
     return NamedPlan(" ".join([recipe, *options[1:]]), planned(*_recipe(recipe, *options)))
 

@@ -24,10 +24,9 @@ def compare(result: dict[str, Any]) -> dict[str, str]:
 
 def _block(*names: str, columns: int = 0) -> str:
     """The command and its answer, with curves of so many columns if any."""
-    from lightning_tricks.logs.compare.compared_run import read_runs
-    from lightning_tricks.logs.compare.comparison import compare_runs
-    from lightning_tricks.logs.compare.curves import draw_in_terminal
-    from lightning_tricks.logs.compare.report import text
+    from lightning_tricks.commands.compare import draw_in_terminal, text
+    from lightning_tricks.logs.compared_run import read_runs
+    from lightning_tricks.logs.comparison import compare_runs
 
     folders = [f"{SAMPLE}/{name}" for name in names]
     with contextlib.chdir(ROOT):  # whatever the working folder is

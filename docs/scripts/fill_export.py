@@ -15,7 +15,7 @@ from filler import Filler
 
 from lightning_tricks import __main__ as door
 from lightning_tricks.checkpoints.load_weights import architecture
-from lightning_tricks.commands.export.weight_files import Entry, write_weights
+from lightning_tricks.commands.export.folder_files import Entry, write_weights
 from lightning_tricks.data.tokenizer import train_bpe
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, Llama, hf_config, hf_family, hf_weights
 

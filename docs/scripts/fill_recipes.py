@@ -84,7 +84,7 @@ def texts(result: dict[str, Any]) -> dict[str, str]:
     """The gallery, smallest model first; and what `ls` says of each recipe, with what was measured."""
     from fill_optimizers import table
 
-    from lightning_tricks.commands.recipes import recipes_folder
+    from lightning_tricks.commands import recipes_folder
 
     plans = result["recipes"]
     recipes = sorted(recipes_folder().glob("*.yaml"), key=lambda path: plans.get(path.stem, {}).get("parameters", 0))

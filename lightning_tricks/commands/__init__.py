@@ -15,6 +15,7 @@ import argparse
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -146,3 +147,10 @@ def find(word: str) -> Command:
     meant = next((command.name for command in COMMANDS.values() if name in command.words), None)
     near = f"; did you mean {meant}?" if meant else did_you_mean(word, COMMANDS)
     raise UsageError(f"unknown command {word!r}{near}: --help lists them")
+
+
+def recipes_folder() -> Path:
+    """The folder of the recipes: inside an installed package, or beside the package in a clone."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"

@@ -35,7 +35,7 @@ def names_of(command: str, options: Namespace) -> dict[str, str]:
 
 def check_files(command: str, options: Namespace) -> None:
     """Refuse files that cannot be written, before the command has worked for them; a page has no standard output."""
-    for name in ("html", "json", "csv"):
+    for name in ("html", "json"):
         file = getattr(options, name, None)
         if file is not None and (file != "-" or name == "html"):
             check_file(f"{command}: {name}", file)

@@ -135,10 +135,6 @@ def averaged(sources: Sequence[StreamedWeights], shares: Sequence[float]) -> tup
         for source, share in zip(sources, shares, strict=True):
             total.add_(source.read(name).to(wide), alpha=share)
         state[name] = total.to(last.dtype)
-    if "decoder.head.weight" in state and _is_tied(sources[-1].rest):
+    if "decoder.head.weight" in state and (sources[-1].rest.get("decoder_config") or {}).get("tie_embeddings"):
         state["decoder.head.weight"] = state["decoder.embed.weight"]  # one matrix, once in the file
     return state, of_last
-
-
-def _is_tied(rest: Mapping[str, Any]) -> bool:
-    return bool((rest.get("decoder_config") or {}).get("tie_embeddings"))

@@ -47,17 +47,13 @@ class Trunk:
                 f"model.schedule={_name(schedule)}: branch starts the decay of a WarmupStableDecay: give "
                 "--model.schedule WarmupStableDecay, with its warmup_steps"
             )
-        if self.step < schedule.warmup_steps:
-            raise UsageError(
-                f"ckpt_path={self.path}: step {self.step} lies in the warmup (warmup_steps={schedule.warmup_steps}): "
-                "branch off a later checkpoint"
-            )
         own, total = (schedule, total_steps) if self.schedule is None else (self.schedule, self.total_steps)
-        if isinstance(own, WarmupConstant | WarmupStableDecay) and self.step < own.warmup_steps:
-            raise UsageError(
-                f"ckpt_path={self.path}: step {self.step} lies in the warmup of its run (warmup_steps="
-                f"{own.warmup_steps}): branch off a later checkpoint"
-            )
+        for whose, each in (("", schedule), (" of its run", own)):
+            if isinstance(each, WarmupConstant | WarmupStableDecay) and self.step < each.warmup_steps:
+                raise UsageError(
+                    f"ckpt_path={self.path}: step {self.step} lies in the warmup{whose} (warmup_steps="
+                    f"{each.warmup_steps}): branch off a later checkpoint"
+                )
         if isinstance(own, WarmupConstant):
             return
         if not isinstance(own, WarmupStableDecay):

@@ -1,11 +1,347 @@
 """`compare`: runs side by side: settings that differ, curves, and what their seeds can show. Loads no torch."""
 
+import math
 import shutil
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
+from lightning_tricks.logs import page as html
+from lightning_tricks.logs.compared_run import AXES, axis_text, read_runs
+from lightning_tricks.logs.comparison import LEVEL, Comparison, Row, compare_runs
+from lightning_tricks.logs.intervals import Interval
+from lightning_tricks.logs.page import Curve, limits, thinned
+from lightning_tricks.logs.table import (
+    LEAST_WIDTH,
+    MOST_CURVES,
+    TO_ASCII,
+    Table,
+    draw_curves,
+    html_table,
+    human,
+    lines_of,
+    shortened,
+    shows_color,
+    shows_unicode,
+    unit,
+)
+
+_BEGIN = 0.1  # of the axis: what is higher there may be above the frame
+_HEIGHT, _LABELS = 9, 14  # lines; columns right of the plot for its numbers
+_MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in the terminal
+_WIDTH = 118  # of a line of text there
+
+
+def groups_table(found: Comparison) -> Table:
+    """A row for each group: its letter, seeds, and its runs with their steps."""
+    rows = [["", "seeds", "steps", "runs"]]
+    for group in found.groups:
+        steps = sorted({run.run.steps or 0 for run in group.runs})
+        shown = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        rows.append([group.letter, str(group.n_seeds), shown, ", ".join(run.name for run in group.runs)])
+    return rows
+
+
+def settings_table(found: Comparison) -> Table:
+    """A row for each setting that differs: its short name, and each group's values."""
+    rows = [["settings that differ", *(group.letter for group in found.groups)]]
+    return rows + [[name, *values] for name, values in found.settings().items()]
+
+
+def values_table(found: Comparison) -> Table:
+    """A row for each place at which the groups are compared, and one of the spread of seeds there."""
+    first, others = found.groups[0], found.groups[1:]
+    heads = [found.metric + ("" if found.is_validation else ", means")]
+    heads += [group.letter for group in found.groups] + [f"{group.letter} - {first.letter}" for group in others]
+    rows = [heads]
+    shown = [row for row in found.rows.values() if row.name == "steps" or not _as_steps(found, row)]
+    for row in sorted(shown, key=lambda row: row.name != found.at):
+        place = place_text(row)
+        if row.name == "steps":
+            place += "".join(f", {_amount(other)}" for other in found.rows.values() if _as_steps(found, other))
+        differences = [difference_text(row, number) for number in range(1, len(found.groups))]
+        rows.append([place, *map(_figure, row.means), *differences])
+        if row.name == found.at and any(spread is not None for spread in row.spreads):
+            spreads = ["" if spread is None else _figure(spread) for spread in row.spreads]
+            rows.append(["  spread of seeds there", *spreads, *("" for _ in others)])
+    return rows
+
+
+def _as_steps(found: Comparison, row: Row) -> bool:
+    """Whether a row says what that of steps says."""
+    is_cost = row.name in ("tokens", "flops") and row.name != found.at
+    return is_cost and "steps" in found.rows and found.amount_of_step(row.name) is not None
+
+
+def place_text(row: Row) -> str:
+    """A row's name: `at 819k tokens`."""
+    return row.name if row.place is None else f"at {_amount(row)}"
+
+
+def _amount(row: Row) -> str:
+    assert row.place is not None
+    word = axis_text(row.name)
+    if row.name in ("steps", "hours"):
+        return f"{row.place:,.0f} {word}" if row.name == "steps" else f"{row.place:.3g} {word}"
+    return f"{human(row.place)} {word}"
+
+
+def difference_text(row: Row, number: int) -> str:
+    """A difference with its interval, where there is one."""
+    if (interval := row.intervals[number]) is not None:
+        return interval_text(interval)
+    return f"{row.difference(number):+.4f}" if math.isfinite(row.difference(number)) else ""
+
+
+def interval_text(interval: Interval) -> str:
+    """`-0.0309 ± 0.0058`."""
+    return f"{interval.difference:+.4f} ± {interval.half_width:.4f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def verdicts(found: Comparison) -> list[str]:
+    """One sentence for each group beside the first; one in all where there is one group."""
+    if len(found.groups) == 1:
+        return [_of_one_group(found)]
+    return [_verdict(found, number) for number in range(1, len(found.groups))]
+
+
+def _verdict(found: Comparison, number: int) -> str:
+    first, group, row = found.groups[0], found.groups[number], found.row
+    kind, interval, where = found.verdict(number), row.intervals[number], _where(row)
+    a, b = first.letter, group.letter
+    failed = [(sum(map(found.has_failed, one.runs)), one) for one in (first, group)]
+    if counts := [f"{number} of {len(one.runs)} runs of {one.letter}" for number, one in failed if number]:
+        rest = f"{b} is {kind} than {a}" if kind != "not known" else f"{a} and {b} do not compare"
+        return f"{rest}: {' and '.join(counts)} ended without a finite loss"
+    if interval is None:
+        return _of_single_runs(found, number, where)
+    low, high = interval.difference - interval.half_width, interval.difference + interval.half_width
+    span = f"{_percent(found.level)} interval {low:+.4f} to {high:+.4f}, {interval.method}"
+    if kind == "no difference":
+        return (
+            f"{a} and {b}: no difference that these seeds can show: {b} - {a} = {interval.difference:+.4f} {where} "
+            f"({span}); only one above {interval.half_width:.4f} would show"
+        )
+    values = f"{found.metric} {_figure(row.means[number])} against {_figure(row.means[0])}"
+    lower = "lower" if kind == "better" else "higher"
+    return f"{b} is {kind} than {a}: {values} {where}, {lower} by {abs(interval.difference):.4f} ({span})"
+
+
+def _where(row: Row) -> str:
+    return place_text(row) if row.place is not None else f"at the {row.name} point"
+
+
+def _of_single_runs(found: Comparison, number: int, where: str) -> str:
+    """What may be said of one run each: which was lower, on which rows, and that other seeds may tell otherwise."""
+    row, a, b = found.row, found.groups[0].letter, found.groups[number].letter
+    difference = row.difference(number)
+    lower, count = found.lower_at(number)
+    which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
+    if not difference:
+        which = f"{a} and {b} were equal {where}"
+    words = f", and {b} lower at {lower} of {count} points" if count else ""
+    return f"{which}{words}: one seed each cannot show that the settings made it"
+
+
+def _of_one_group(found: Comparison) -> str:
+    row = found.row
+    names, spread, apart = (
+        f"{len(row.values)} runs",
+        row.spreads[0],
+        max(row.values.values()) - min(row.values.values()),
+    )
+    if spread is None:
+        how = f"they end {apart:.4f} apart, which is no seed's doing" if apart else "all values are equal"
+        return f"no difference of settings: the {names} have one seed as well: {how}"
+    if not math.isfinite(spread):
+        return f"no difference of settings: the {names} differ only in their seed, and some ended without a finite loss"
+    return (
+        f"no difference that these seeds can show: the {names} differ only in their seed. They lie "
+        f"{apart:.4f} apart {_where(row)}, a standard deviation of {spread:.4f} (for --seed_noise)"
+    )
+
+
+def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ()) -> str:
+    """All of it for a terminal."""
+    parts = [lines_of(groups_table(found), left={0, 3})]
+    settings = settings_table(found)
+    if len(settings) > 1:
+        shown = [[shortened(cell, _LONGEST) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
+        more = len(settings) - 1 - _MOST_SETTINGS
+        parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
+    parts.append(lines_of(values_table(found)))
+    parts.append(list(curves))
+    parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
+    parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def page(found: Comparison, left_out: Sequence[str]) -> str:
+    """The page."""
+    alone = len(found.groups) == 1
+    names = [f"{group.letter}: {', '.join(run.name for run in group.runs)}" for group in found.groups]
+    names = [run.name for run in found.groups[0].runs] if alone else names
+    legend = (f'<span><i class="{html.color_class(n)}"></i>{html_text(name)}</span>' for n, name in enumerate(names))
+    told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
+    settings = settings_table(found)
+    classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
+    parts = [
+        *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
+        html_table(groups_table(found), classes),
+        html_table(values_table(found)),
+        html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
+        f"<ul>{told}</ul>" if told else "",
+        f'<p class="legend">{"".join(legend)}</p><div class="plots">',
+        *(_figure_over(found, axis) for axis in found.known),
+        "</div>",
+    ]
+    return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
+
+
+def _figure_over(found: Comparison, axis: str) -> str:
+    caption, curves = f"{found.metric} over {axis_text(axis)}", run_curves(found, axis)
+    if axis not in ("steps", "hours") and (each := found.amount_of_step(axis)) is not None:
+        caption += f", {human(each)} a step in all runs"
+    return html.figure(html.plot(curves, ends_shown(curves), axis == "hours"), caption)
+
+
+def _filled(line: str) -> str:
+    return textwrap.fill(
+        printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def notes(found: Comparison, left_out: Sequence[str]) -> Iterator[str]:
+    """What a reader of the figures must know; what was left out or not read first."""
+    yield from left_out
+    yield from found.notes
+    if any(found.row.intervals[number] is None for number in range(1, len(found.groups))):
+        yield "for a verdict, run another seed of one group or more, or give --seed_noise if their spread is known"
+    if any(interval is not None for row in found.rows.values() for interval in row.intervals):
+        several = len(found.groups) > 2
+        words = f", {_percent(found.level)} each, so that all hold together (Bonferroni)" if several else ""
+        yield f"± is half of a {_percent(LEVEL)} interval of the difference over seeds{words}; lower is better"
+
+
+def record(found: Comparison, left_out: Sequence[str]) -> dict[str, Any]:
+    """All of it for JSON."""
+    first, others = found.groups[0], found.groups[1:]
+    return {
+        "metric": found.metrics,
+        "is_validation": found.is_validation,
+        "at": found.at,
+        "level": found.level,
+        "groups": [
+            {"letter": group.letter, "n_seeds": group.n_seeds, "runs": [run.name for run in group.runs]}
+            for group in found.groups
+        ],
+        "settings_that_differ": {
+            name: dict(zip([group.letter for group in found.groups], values, strict=True))
+            for name, values in found.settings().items()
+        },
+        "rows": [_row_record(found, row) for row in found.rows.values()],
+        "verdicts": [
+            {"group": group.letter, "against": first.letter, "verdict": found.verdict(number), "line": line}
+            for number, (group, line) in enumerate(zip(others, verdicts(found), strict=False), 1)
+        ]
+        or [{"group": "A", "against": None, "verdict": "no difference", "line": verdicts(found)[0]}],
+        "notes": list(notes(found, left_out)),
+    }
+
+
+def _row_record(found: Comparison, row: Row) -> dict[str, Any]:
+    groups = {
+        group.letter: {
+            "mean": row.means[number],
+            "spread_of_seeds": row.spreads[number],
+            "runs": {run.name: row.values[run.name] for run in group.runs},
+            "difference": row.difference(number) if number else None,
+            "interval": _interval_record(row.intervals[number]),
+        }
+        for number, group in enumerate(found.groups)
+    }
+    return {"name": row.name, "place": row.place, "groups": groups}
+
+
+def _interval_record(interval: Interval | None) -> dict[str, Any] | None:
+    if interval is None:
+        return None
+    ends = [interval.difference - interval.half_width, interval.difference + interval.half_width]
+    return {"difference": interval.difference, "low": ends[0], "high": ends[1], "method": interval.method}
+
+
+# ---- its curves; the limits show the ends of all
+
+
+def run_curves(found: Comparison, axis: str) -> list[Curve]:
+    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
+    alone = len(found.groups) == 1
+    curves = []
+    for number, group in enumerate(found.groups):
+        for place, run in enumerate(group.runs):
+            outcome, label = thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
+            x = found.places(run, axis, outcome)
+            curves.append(Curve(place if alone else number, label, x, outcome.values))
+    return curves
+
+
+def ends_shown(curves: list[Curve]) -> tuple[float, float]:
+    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
+    end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
+    later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
+    return limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
+
+
+def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str]:
+    """The curve of each group's first run over the axis of the verdict, as lines; of one group, that of each run.
+
+    One line where uniplot is not installed.
+
+    Args:
+        found: the comparison.
+        columns: width of the terminal.
+        unicode: whether it shows more than ASCII.
+    """
+    axis = found.at if found.at in found.known else found.known[0]
+    firsts = {curve.label: curve for curve in reversed(run_curves(found, axis)) if len(curve.x) > 1}
+    if not (curves := list(reversed(firsts.values()))[:MOST_CURVES]):
+        return []
+    low, high = ends_shown(curves)
+    size, letter = unit(max(float(curve.x[-1]) for curve in curves))
+    try:
+        lines = draw_curves(
+            [(curve.label, (curve.x / size).tolist(), curve.y.tolist()) for curve in curves],
+            width=max(columns - _LABELS, LEAST_WIDTH),
+            height=_HEIGHT,
+            x_unit=letter,
+            y_min=low,
+            y_max=high,
+            x_gridlines=[],
+            character_set="ascii",
+            color=shows_color(),
+        )
+    except UsageError as error:
+        return [str(error)]
+    lines = [f"{found.metric} over {axis_text(axis)}", *lines]
+    return lines if unicode else [line.translate(TO_ASCII) for line in lines]
+
+
+# ---- the command
 
 
 def run(args: list[str]) -> None:
@@ -16,12 +352,6 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: see `read_runs` and `compare_runs`; an option has a wrong value; a file cannot be written.
     """
-    from lightning_tricks.logs.compare.compared_run import AXES, read_runs
-    from lightning_tricks.logs.compare.comparison import compare_runs
-    from lightning_tricks.logs.compare.curves import draw_in_terminal
-    from lightning_tricks.logs.compare.report import page, record, text
-    from lightning_tricks.logs.terminal import shows_unicode
-
     parser = CommandParser(
         "lightning-tricks compare",
         description="Runs side by side, of this collection or of another Lightning project. Runs whose settings differ "
@@ -43,15 +373,12 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"
     )
-    parser.add_argument(
-        "--predictions", nargs="+", default=[], metavar="FILE", help="of predict --output, one for each group"
-    )
     add_answers(parser)
     options = parser.parse_args(args)
     names, noise = names_of("compare", options), _noise(options.seed_noise)
     check_files("compare", options)
     runs, left_out = read_runs(options.folders, names)
-    found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names, options.predictions)
+    found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names)
     write_answers(
         options,
         lambda: text(found, left_out, draw_in_terminal(found, shutil.get_terminal_size().columns, shows_unicode())),

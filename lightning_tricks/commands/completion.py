@@ -1,7 +1,6 @@
 """`completion`: the script by which a shell completes commands, recipes and files. Imports no torch."""
 
-from lightning_tricks.commands import COMMANDS, CommandParser
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import COMMANDS, CommandParser, recipes_folder
 
 _SCRIPT = """\
 [ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit

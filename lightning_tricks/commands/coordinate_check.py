@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +87,11 @@ class CoordinateReport:
         return self._slope([sizes.change for sizes in self.layers[layer]])
 
     def _slope(self, sizes: Sequence[float]) -> float:
-        if not all(map(math.isfinite, sizes)):
-            return math.inf
         if not any(sizes):
             return 0.0
-        if not all(sizes):
+        if not all(sizes) or not all(map(math.isfinite, sizes)):
             return math.inf
-        x, y = [math.log(width) for width in self.widths], [math.log(size) for size in sizes]
-        mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-        rise = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-        return rise / sum((a - mean_x) ** 2 for a in x)
+        return linear_regression(list(map(math.log, self.widths)), list(map(math.log, sizes))).slope
 
     @property
     def failed(self) -> list[str]:
@@ -288,19 +284,11 @@ def run(
 def _shape(module: LanguageModel, width: int) -> Any:
     """The recipe's decoder at another width: with more heads, or with wider ones where `base_head_dim` asks for it."""
     config, mup = module.config, module.mup
-    if mup is not None and mup.base_head_dim not in (None, config.head_dim):
-        if width < 1 or width % config.n_heads:
-            raise UsageError(
-                f"coordinate-check: widths: {width} cannot be split into the recipe's {config.n_heads} heads, which "
-                f"mup.base_head_dim={mup.base_head_dim} widens: give multiples of {config.n_heads}"
-            )
-        return at_width(config, width, width // config.n_heads)
-    if width < config.head_dim or width % config.head_dim:
-        raise UsageError(
-            f"coordinate-check: widths: {width} holds no whole number of the recipe's heads, which are "
-            f"{config.head_dim} wide: give multiples, or a recipe with other n_heads"
-        )
-    return at_width(config, width, config.head_dim)
+    widens = mup is not None and mup.base_head_dim not in (None, config.head_dim)
+    unit = config.n_heads if widens else config.head_dim
+    if width < unit or width % unit:
+        raise UsageError(f"coordinate-check: widths: {width} does not fit the recipe's heads: give multiples of {unit}")
+    return at_width(config, width, width // unit if widens else unit)
 
 
 def _trial(module: LanguageModel, config: Any, seed: int, device: torch.device) -> CoordinateTrial:

@@ -8,8 +8,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks._host.writable import check_folder
-from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import CommandParser, recipes_folder
 
 
 def run(args: list[str]) -> None:

@@ -1,11 +1,145 @@
 """`doctor`: what is wrong with a run, by its logs, with evidence, the likely cause and the remedy. Loads no torch."""
 
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
+from lightning_tricks.logs.finding import Finding
+from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
+from lightning_tricks.logs.run import find_run
+from lightning_tricks.logs.run_log import RunLog, Series, read_log
+from lightning_tricks.logs.symptoms import TELLING, findings
+
+NEEDED_BY = {  # what is not looked for where a metric is missing
+    "val_loss": "overfitting, validation leak",
+    "grad_norm": "the clip",
+    "lr": "the learning rate at its peak",
+    "speed": "falling speed",
+    "data_share": "waits for data (GoodputMonitor)",
+}
+_LONGEST = 300  # characters of a printed line
+
+
+def read_printed(files: Sequence[str]) -> list[str]:
+    """The lines of files that tell how a run ended, such as those of an error; at most 300 characters of each.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    found = []
+    for file in files:
+        try:
+            with Path(file).open(encoding="utf-8", errors="replace") as lines:
+                found += [line.strip()[:_LONGEST] for line in lines if TELLING.search(line)]
+        except OSError as error:
+            raise UsageError(f"doctor: stderr={file}: {error.strerror}: give what the run has printed") from None
+    return found
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be said of a run.
+
+    Args:
+        name: of its folder.
+        log: of the run.
+        found: the most severe and certain first.
+        unread: a line for each file that could not be read.
+    """
+
+    name: str
+    log: RunLog
+    found: list[Finding]
+    unread: list[str]
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a finding is above a note."""
+        return any(finding.severity != "note" for finding in self.found)
+
+    def _head(self) -> Iterator[str]:
+        figures = [f"{self.log.steps():,} steps"]
+        for role, word in (("loss", "training loss"), ("val_loss", "validation loss")):
+            if len(series := self.log[role]):
+                figures.append(f"{word} {series.values[-1]:.4g}")
+        yield f"{self.name}: {', '.join(figures)}"
+        yield from (f"not read: {line}" for line in self.unread)
+
+    def _end(self) -> Iterator[str]:
+        missing = [f"{role} ({what})" for role, what in NEEDED_BY.items() if not len(self.log[role])]
+        if missing:
+            yield f"not in the log, so not looked for: {'; '.join(missing)}"
+        notes = sum(finding.severity == "note" for finding in self.found)
+        above = len(self.found) - notes
+        words = f"{above} finding{'s' * (above != 1)}" if above else "nothing found above a note"
+        yield f"doctor: {words}" + (f", {notes} note{'s' * (notes != 1)}" if notes else "")
+
+    @staticmethod
+    def _rows(finding: Finding) -> list[tuple[str, str]]:
+        return [
+            ("evidence", finding.evidence),
+            (f"cause ({finding.status})", finding.cause),
+            ("remedy", finding.remedy),
+        ]
+
+    @staticmethod
+    def _title(finding: Finding) -> str:
+        return f"{finding.severity}: {finding.symptom.replace('_', ' ')}"
+
+    def text(self) -> str:
+        """The report for a terminal."""
+        lines = [*self._head()]
+        for number, finding in enumerate(self.found, 1):
+            lines += [f"{number}. {self._title(finding)}", *(f"   {name}: {t}" for name, t in self._rows(finding))]
+        return "\n".join(map(printable, [*lines, *self._end()]))
+
+    def record(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "run": self.name,
+            "steps": self.log.steps(),
+            "findings": [{**asdict(finding), "score": round(finding.score, 2)} for finding in self.found],
+            "not_in_the_log": [role for role in NEEDED_BY if not len(self.log[role])],
+            "not_read": self.unread,
+        }
+
+    def html(self) -> str:
+        """One page, with a plot of each metric of a finding."""
+        head, *unread = self._head()
+        *missing, verdict = self._end()
+        return page(
+            head,
+            [
+                f'<p class="verdict">{html_text(verdict)}</p>',
+                *(f"<p>{html_text(line)}</p>" for line in unread),
+                *map(self._section, self.found),
+                *(f"<p>{html_text(line)}</p>" for line in missing),
+            ],
+        )
+
+    def _section(self, finding: Finding) -> str:
+        rows = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in self._rows(finding))
+        plots = "".join(
+            figure(plot_of(self.log.metrics[name], name, finding.steps), name)
+            for name in finding.metrics
+            if name in self.log.metrics
+        )
+        title = html_text(self._title(finding))
+        return f'<section><h2>{title}</h2><dl>{rows}</dl><div class="plots">{plots}</div></section>'
+
+
+def plot_of(series: Series, name: str, marks: Sequence[float] = ()) -> str:
+    """A metric over steps, with vertical lines at marked steps; of many points, extremes of each part stay."""
+    points = thinned(series.finite())
+    return plot([Curve(0, name, points.steps.astype(np.float64), points.values)], limits(points.values), marks=marks)
 
 
 def run(args: list[str]) -> None:
@@ -14,10 +148,6 @@ def run(args: list[str]) -> None:
     Raises:
         UsageError: there is no log, it cannot be read or has no training loss; a file cannot be written.
     """
-    from lightning_tricks.logs.doctor import Report, find_run, read_printed
-    from lightning_tricks.logs.run_log import RunLog, read_log
-    from lightning_tricks.logs.symptoms import findings
-
     parser = CommandParser(
         "lightning-tricks doctor",
         description="What is wrong with a run, by its logs; of this collection or of another Lightning project.",

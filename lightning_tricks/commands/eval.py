@@ -59,14 +59,10 @@ def _parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--no_stderr", action="store_true", help="leave out the standard errors")
     parser.add_argument("--output", type=Path, help="file for lm_eval's results, as JSON")
     options = parser.parse_args(args)
-    for name in ("batch_size", "max_length"):
+    for name, above in (("batch_size", 0), ("max_length", 0), ("num_fewshot", -1), ("limit", 0)):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"eval: {name}={value}: give at least 1")
-    if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise UsageError(f"eval: num_fewshot={options.num_fewshot}: give 0 or more")
-    if options.limit is not None and options.limit <= 0:
-        raise UsageError(f"eval: limit={options.limit}: give a number of questions, or a share of them below 1")
+        if value is not None and value <= above:
+            raise UsageError(f"eval: {name}={value}: give a number above {above}")
     if options.output is not None:
         if options.output.exists():
             raise UsageError(f"eval: output={str(options.output)!r} exists: name another file")

@@ -38,11 +38,6 @@ def run(args: list[str]) -> None:
     if not prompt and tokenizer.eot_id is None:
         raise UsageError("generate: prompt='': the tokenizer has no end-of-text token to start from; give a text")
     prompt = prompt or [tokenizer.eot_id or 0]
-    if max(prompt) >= decoder.config.vocab_size:
-        raise UsageError(
-            f"generate: the tokenizer of {options.ckpt_path} gives token {max(prompt)}, and its model has "
-            f"vocab_size={decoder.config.vocab_size}: take another copy of it"
-        )
     longest = decoder.config.max_seq_len
     if len(prompt) >= longest:
         raise UsageError(
@@ -173,15 +168,20 @@ def decoder_from_checkpoint(checkpoint: dict[str, Any], path: Any = "the checkpo
         UsageError: the checkpoint is of another module.
     """
     config, base = decoder_shape(checkpoint, path)
-    with torch.device("meta"):
-        decoder = Decoder(config, base)
     prefix = "decoder."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
     try:
-        decoder.load_state_dict(weights, assign=True)
+        return filled_decoder(config, base, weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{path}: its weights are not those of its decoder_config ({reason})") from None
+
+
+def filled_decoder(config: DecoderConfig, base: DecoderConfig | None, weights: Mapping[str, Tensor]) -> Decoder:
+    """A decoder on the CPU, in eval mode, that holds these very tensors."""
+    with torch.device("meta"):
+        decoder = Decoder(config, base)
+    decoder.load_state_dict(weights, assign=True)
     if isinstance(decoder.positions, RotaryPositions):  # its tables are not saved
         decoder.positions.to_empty(device="cpu").reset_parameters()
     return decoder.eval()

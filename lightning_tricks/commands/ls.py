@@ -1,7 +1,6 @@
 """`ls`: list the recipes that come with the collection. Imports no torch."""
 
-from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import CommandParser, recipes_folder
 
 
 def run(args: list[str]) -> None:

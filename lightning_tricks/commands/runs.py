@@ -1,23 +1,107 @@
 """`runs`: all runs below a folder in one table: how far each came, how good it is, what it cost. Loads no torch."""
 
+import math
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
+from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
+from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
+from lightning_tricks.logs.table import lines_of, setting_text, shortened
+
+_LONGEST = 24  # characters of a setting in the printed table
+_HEADS = {  # in the printed table; JSON has the columns' own names
+    "best_val_loss": "best",
+    "best_step": "at step",
+    "bits_per_byte": "bits/byte",
+    "best_bits_per_byte": "best",
+}
+
+
+class Table:
+    """Runs in an order, with the settings in which they differ as columns of their own."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = sorted(runs, key=lambda run: _natural(run.name))
+        self.settings = differing(self.runs)
+
+    def sorted_by(self, column: str, descending: bool = False) -> "Table":
+        """The same with the rows sorted by a column; rows without a value come last, equal ones by name.
+
+        Raises:
+            UsageError: there is no such column.
+        """
+        if column not in (names := [*COLUMNS, *self.settings]):
+            columns = ", ".join(names)
+            raise UsageError(f"runs: sort={column}{did_you_mean(column, names)}: give one of {columns}")
+        known = [run for run in self.runs if _is_known(self._value(run, column))]
+        rest = [run for run in self.runs if not _is_known(self._value(run, column))]
+        known.sort(key=lambda run: _order(self._value(run, column)), reverse=descending)
+        self.runs = [*known, *rest]
+        return self
+
+    def _value(self, run: Run, column: str) -> Any:
+        return getattr(run, column) if column in COLUMNS else run.settings.get(self.settings[column])
+
+    def records(self) -> list[dict[str, Any]]:
+        """A mapping for each run, for JSON."""
+        return [
+            {
+                **{name: getattr(run, name) for name in COLUMNS},
+                "settings": {full: run.settings.get(full) for full in self.settings.values()},
+            }
+            for run in self.runs
+        ]
+
+    def text(self) -> str:
+        """The table to print; columns in which no run has a value are left out."""
+        names = [name for name in [*COLUMNS, *self.settings] if any(self._shown(run, name) for run in self.runs)]
+        heads = [_HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name) for name in names]
+        return "\n".join(lines_of([heads, *([self._shown(run, name) for name in names] for run in self.runs)], {0, 1}))
+
+    def _shown(self, run: Run, name: str) -> str:
+        value = self._value(run, name)
+        if value is None:
+            return ""
+        if name in ("goodput", "mfu"):
+            return f"{value:.1%}"
+        if name in ("steps", "best_step", "tokens"):
+            return f"{value:,}"
+        if name == "hours":
+            return f"{value:.2f}"
+        if name in COLUMNS:
+            return value if isinstance(value, str) else f"{value:.4f}"
+        return shortened(setting_text(value), _LONGEST)
+
+
+def _natural(name: str) -> list[Any]:
+    """A key by which `version_2` comes before `version_10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _order(value: Any) -> tuple[int, float, list[Any]]:
+    """Numbers before words."""
+    if isinstance(value, int | float):
+        return 0, float(value), []
+    return 1, 0.0, _natural(str(value))
 
 
 def run(args: list[str]) -> None:
-    """Print a table of the runs in a folder, or write it as JSON or CSV; a line for each file that cannot be read.
+    """Print a table of the runs in a folder, or write it as JSON; a line for each file that cannot be read.
 
     Raises:
         UsageError: there is no such folder, or none of a run in it; an unknown column; a file cannot be written.
     """
-    from lightning_tricks.logs.run import find_runs
-    from lightning_tricks.logs.runs import Table
-
     parser = CommandParser(
         "lightning-tricks runs",
         description="A table of the runs below a folder, of this collection or of another Lightning project.",
@@ -30,13 +114,10 @@ def run(args: list[str]) -> None:
         "--val_loss", metavar="NAME", help="name of the validation loss; default: val/loss, or val_loss"
     )
     parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
-    parser.add_argument("--csv", metavar="FILE", help="write CSV, - for standard output")
     options = parser.parse_args(args)
-    if options.json == options.csv == "-":
-        raise UsageError("runs: json=-, csv=-: standard output takes one of them: name a file for the other")
     check_files("runs", options)
     table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
-    write_answers(options, table.text, json=lambda: json_text(table.records()), csv=table.csv)
+    write_answers(options, table.text, json=lambda: json_text(table.records()))
     for one in table.runs:
         for line in one.unread:
             say(f"not read: {one.name}: {line}", file=sys.stderr)

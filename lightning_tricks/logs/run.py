@@ -7,15 +7,15 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.foreign_files import parse_json, read_settings, read_text, why
-from lightning_tricks.logs.roles import ROLES
-from lightning_tricks.logs.scalars import Scalars, event_files, read_scalars
+from lightning_tricks._core.foreign_files import read_settings, why
+from lightning_tricks.logs.scalars import ROLES, Scalars, event_files, read_scalars
 
 BITS = "val/bits_per_byte"
 _VAL_LOSSES, _TRAIN_LOSSES = ROLES["val_loss"], ROLES["loss"]
@@ -70,6 +70,9 @@ class Run:
     scalars: Scalars = field(default_factory=Scalars, repr=False)
 
 
+COLUMNS = tuple(each.name for each in fields(Run) if each.name not in ("settings", "unread", "folder", "scalars"))
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has a log, checkpoints or settings, or is one of Lightning's versions."""
     if any((folder / name).is_file() for name in ("metrics.csv", "hparams.yaml")) or (folder / "checkpoints").is_dir():
@@ -97,7 +100,7 @@ def read_run(
     loss = next((found for name in losses if (found := scalars.series(name))), {})
     bits = scalars.series(BITS)
     best, best_bits = _best(loss), _best(bits)
-    seconds = _seconds(folder, scalars)
+    seconds = _seconds(scalars)
     return Run(
         name=name or folder.name,
         state=_state(folder, scalars, steps, document, time.time() if now is None else now),
@@ -191,18 +194,12 @@ def _saved_steps(folder: Path) -> int | None:
     return max((int(found[1]) for found in names if found), default=None)
 
 
-def _seconds(folder: Path, scalars: Scalars) -> float | None:
-    """Wall time: GoodputMonitor's, as logged; that of the records; that of GoodputMonitor's file."""
+def _seconds(scalars: Scalars) -> float | None:
+    """Wall time: GoodputMonitor's, else that of the records."""
     if (logged := scalars.last(_SECONDS)) is not None:
         return logged
-    if (first := scalars.facts.first_time) is not None and (last := scalars.facts.last_time) is not None:
-        return max(last - first, 0.0)
-    try:
-        processes = parse_json(read_text(folder / "goodput.json"))["processes"]
-        seconds = float(max(end for _, end in processes) - min(start for start, _ in processes))
-        return seconds if math.isfinite(seconds) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    first, last = scalars.facts.first_time, scalars.facts.last_time
+    return None if first is None or last is None else max(last - first, 0.0)
 
 
 def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now: float) -> str:
@@ -224,6 +221,21 @@ def last_written(folder: Path, *names: str) -> float:
         return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
     except OSError:
         return 0.0
+
+
+def find_run(folder: Path) -> Path:
+    """The folder itself if it has a log, else the newest run below it.
+
+    Raises:
+        UsageError: no such folder, or no log in it.
+    """
+    folders = [folder] if last_written(folder, "metrics.csv") else run_folders(folder, "doctor", [])
+    if not (runs := {path: time for path in folders if (time := last_written(path, "metrics.csv"))}):
+        raise UsageError(
+            f"doctor: {folder}: there is no log in it (no metrics.csv, no event file): give the folder in which a "
+            "logger writes"
+        )
+    return max(runs, key=runs.__getitem__)
 
 
 # ---- settings
@@ -310,3 +322,28 @@ def flat(document: Any, before: str = "") -> dict[str, Any]:
             found |= flat(one.get("init_args") or {}, f"{before}{name}.")
         return found
     return {before.removesuffix("."): document}
+
+
+def differing(runs: Sequence[Run]) -> dict[str, str]:
+    """The settings in which runs differ: the shortest name that tells them apart, and the whole dotted name.
+
+    A run without any settings on file does not count; a setting that a run lacks counts as one of its own.
+    """
+    known = [run for run in runs if run.settings]
+    names = sorted({name for run in known for name in run.settings})
+    different = [name for name in names if len({repr(run.settings.get(name)) for run in known}) > 1]
+    owners = Counter(end for name in different for end in _ends(name))
+    return {
+        next((end for end in _ends(name) if end not in COLUMNS and owners[end] == 1), name): name for name in different
+    }
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a dotted name, the shortest first.
+
+    Example:
+        >>> _ends("data.seed")
+        ['seed', 'data.seed']
+    """
+    parts = name.split(".")
+    return [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]

@@ -14,8 +14,8 @@ from lightning_tricks._core.quote import printable, shell_word
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
-from lightning_tricks.logs.roles import ROLES, check_roles
 from lightning_tricks.logs.run import Run, read_run
+from lightning_tricks.logs.scalars import ROLES, check_roles
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
-from lightning_tricks.logs.roles import ROLES, check_roles
+from lightning_tricks.logs.finding import MIN_POINTS, Finding
+from lightning_tricks.logs.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.logs.run_log import RunLog, Series
+from lightning_tricks.logs.scalars import ROLES, check_roles
 from lightning_tricks.logs.symptoms import findings
-from lightning_tricks.logs.symptoms.finding import MIN_POINTS, Finding
-from lightning_tricks.logs.symptoms.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED, LOSS
@@ -107,7 +107,7 @@ class DoctorMonitor(pl.Callback):
     Raises:
         UsageError: `names` has an unknown role.
 
-    Source: thresholds and their reasons are the constants of `lightning_tricks/logs/symptoms/`.
+    Source: thresholds and their reasons are the constants of `loss_symptoms.py` and `symptoms.py` in `logs/`.
     """
 
     def __init__(self, names: dict[str, str] | None = None) -> None:

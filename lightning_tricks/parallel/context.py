@@ -29,8 +29,8 @@ def check_length(length: int, ranks: int) -> None:
     """Refuse rows of a length, in tokens, that is no multiple of twice the number of ranks."""
     if length % (2 * ranks):
         raise UsageError(
-            f"mesh.context={ranks}: rows of {length} tokens are no multiple of {2 * ranks}, as each rank has a piece of "
-            "the head and one of the tail: take another length"
+            f"mesh.context={ranks}: rows of {length} tokens are no multiple of {2 * ranks}, as each rank has a piece "
+            "of the head and one of the tail: take another length"
         )
 
 

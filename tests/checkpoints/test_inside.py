@@ -24,7 +24,7 @@ from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.inside import check_links, inside, is_inside
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, read_record, to_json
 from lightning_tricks.checkpoints.write_file import is_locked, write_file
-from lightning_tricks.commands.export.weight_files import Entry, write_weights
+from lightning_tricks.commands.export.folder_files import Entry, write_weights
 from lightning_tricks.data.tokenizer import open_tokenizer
 from lightning_tricks.logs.ledger_file import LedgerFile
 from lightning_tricks.models import Decoder, hf_config, to_hf

@@ -15,8 +15,7 @@ from harness.preloaded import python
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
-from lightning_tricks.commands import cp, prepare
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import cp, prepare, recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"

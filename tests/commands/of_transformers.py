@@ -1,5 +1,7 @@
 """What a fresh process imports that loads an exported folder, for a server of `harness.preloaded`: nothing of ours."""
 
+# ruff: noqa: F401
+
 import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, modeling_gguf_pytorch_utils
@@ -8,17 +10,3 @@ from transformers.models.arcee import modeling_arcee
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
-
-__all__ = [
-    "AutoModelForCausalLM",
-    "AutoTokenizer",
-    "PreTrainedTokenizerFast",
-    "gguf",
-    "modeling_apertus",
-    "modeling_arcee",
-    "modeling_gguf_pytorch_utils",
-    "modeling_gpt2",
-    "modeling_llama",
-    "modeling_qwen3",
-    "torch",
-]

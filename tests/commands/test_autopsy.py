@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from checkpoints.shards import of_file
 from cli.parsers import one_parser  # noqa: F401, a fixture
 from harness.processes import run
 from harness.runs import On, fit
@@ -22,10 +21,12 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
-from lightning_tricks.commands.autopsy.autopsy import autopsy
-from lightning_tricks.commands.autopsy.documents import documents_of, joined, rows_of
+from lightning_tricks.commands.autopsy import autopsy, documents_of, joined, rows_of
+from lightning_tricks.data import ShardWriter
+from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import HEADER_INTS
 
+pytestmark = pytest.mark.long  # the run is one of two processes
 DECODER = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
 TWO, ALL = 16, 26  # steps of two processes, of 8 rows each; then up to this step one process, of 6 rows each
 SAVED = (12, 16, 22, 26)
@@ -115,7 +116,6 @@ def trained(tmp_path_factory, text_file) -> Run:
     return Run(folder, rows, first | then)
 
 
-@pytest.mark.long
 def test_the_batch_of_each_step_is_the_one_that_the_run_took(trained):
     data, rows = trained.rows_of_all()
     for saved in SAVED:
@@ -190,16 +190,6 @@ def loaded(path: Path) -> LanguageModel:
     return module
 
 
-def test_a_folder_of_shards_gives_the_report_of_the_file(trained, tmp_path):
-    folder = of_file(trained.checkpoint(22), tmp_path / "folder.ckpt", loaded(trained.checkpoint(22)))
-    of_folder = trained.report(16, folder).to_json()
-    of_the_file = trained.report(16, 22).to_json()
-    changes = {"checkpoint", "samples_told_by"}
-    assert {k: v for k, v in of_folder.items() if k not in changes} == {
-        k: v for k, v in of_the_file.items() if k not in changes
-    }
-
-
 def test_documents_whose_loss_is_not_finite_come_first(trained, tmp_path):
     clean = trained.report(11, 12)
     token = next(  # one that a single document of the batch reads
@@ -271,14 +261,10 @@ def test_the_command_prints_the_first_and_writes_all(trained, recipe, shard, tmp
     ("options", "message"),
     [
         ("--step 12", r"^autopsy needs a checkpoint: give --ckpt_path FILE, or --ckpt_path last for"),
-        ("--step 12 --ckpt_path no.ckpt", r"^ckpt_path=no.ckpt: there is no such file or folder"),
-        ("--ckpt_path last", r"step"),
-        ("--ckpt_path last --step x", r"^step=x: give a whole number"),
         ("--ckpt_path last --step -1", r"^step=-1: .* from step 0 on \(as the logs count\)"),
         ("--ckpt_path last --step 26", r"^step=26: the run ends with step 25, counted from 0 \(trainer.max_steps=26\)"),
         ("--ckpt_path last --step 12 --data.seed 4", r"other data settings \(seed 3 -> 4\): give the recipe"),
         ("--ckpt_path last --step 12 --model.decoder.d_model 64", r"the checkpoint's decoder has d_model=32"),
-        ("--ckpt_path last --step 12 --init_from x", r"^--init_from is an option of fit; autopsy takes"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(recipe, options, message):
@@ -295,14 +281,10 @@ def changed(trained: Run, tmp_path: Path, **entries: Any) -> Path:
 
 def test_modules_data_and_checkpoints_that_lack_something_are_refused(trained, tmp_path):
     data = text_data(trained.folder)
-    manual = model()
-    manual.automatic_optimization = False
     bare = TokenData(str(trained.shard), seq_len=64, micro_batch_size=2, seed=3, eot_id=0)
     cases = [
         (pl.LightningModule(), data, {}, "model=LightningModule is no LanguageModel"),
-        (manual, data, {}, "LanguageModel steps its optimizers itself"),
         (model(), None, {}, "data=none: its batches have no sample positions"),
-        (model(), pl.LightningDataModule(), {}, "data=LightningDataModule: its batches have no sample positions"),
         (model(), bare, {}, "it holds no state of TokenData"),
         (model(), data, {"TextData": None}, "it holds no state of TextData"),
         (model(), data, {"decoder_config": None}, "it holds no decoder"),
@@ -356,3 +338,24 @@ def test_shards_without_a_tokenizer_show_token_ids_and_each_row_is_a_document_wi
     report = autopsy(model(), bare, path, 2)
     assert [finding.document.tokens for finding in report.documents] == [64] * 8
     assert all(finding.text.startswith("token ids ") and finding.file is None for finding in report.documents)
+
+
+# ---- the parts, by hand
+
+
+def test_a_document_ends_with_its_end_of_text_token(tmp_path):
+    ids = np.array([5, 6, 0, 7, 8, 9, 0, 0, 4, 3, 2])
+    with ShardWriter(tmp_path, "train", 256) as writer:
+        writer.append(ids)
+    data = TokenData(str(tmp_path / "train_*.bin"), seq_len=10, eot_id=0)
+    data.setup()
+    rows = data.training_rows()
+    assert WindowOrder(11, 10, 0).starts(np.array([0])).tolist() == [0]
+    batch = rows[0]
+    found = documents_of(rows, [0], [batch], 0)
+    # the row's first token, 5, has no loss
+    assert [document.ids.tolist() for document in found] == [[6, 0], [7, 8, 9, 0], [0], [4, 3, 2]]
+    assert [(document.first, document.stop, document.token) for document in found] == [
+        (0, 2, 1), (2, 6, 3), (6, 7, 7), (7, 10, 8),
+    ]  # fmt: skip
+    assert len(documents_of(rows, [0], [batch], None)) == 1

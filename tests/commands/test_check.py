@@ -9,14 +9,20 @@ import pytest
 import torch
 from harness.token_files import write_token_files
 
-from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TextData, TokenData
+from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TokenData
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.commands.check import checks as listed
-from lightning_tricks.commands.check import machine, run
-from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
-from lightning_tricks.commands.check.disk import kept_checkpoints, saves_of_run
+from lightning_tricks.commands.check import run
+from lightning_tricks.commands.check.checks import (
+    CHECKS,
+    Checked,
+    kept_checkpoints,
+    run_checks,
+    saves_of_run,
+    summary,
+)
 from lightning_tricks.schedules import WarmupCosine
 
 CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)
@@ -73,7 +79,7 @@ def test_a_healthy_recipe_passes_and_leaves_nothing_behind(folder, tmp_path, cap
     assert sorted(folder.rglob("*")) == before
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(CHECKS) + 1
-    assert lines[-1] == f"{len(CHECKS)} checks: {len(CHECKS) - 1} passed, 0 failed, 1 not checked or to look at"
+    assert lines[-1] == f"{len(CHECKS)} checks: {len(CHECKS)} passed, 0 failed"
     assert not any(line.startswith(("!!", "✗")) for line in lines)
     written = json.loads((tmp_path / "check.json").read_text())
     assert written["passed"] is True
@@ -100,21 +106,18 @@ def test_faults_are_one_line_each_the_other_checks_go_on_and_the_exit_code_is_1(
     assert "train='no/such*.bin': matches no file; check the path" in lines[NAMES.index("data")]
 
 
-def test_marks_are_words_where_standard_output_has_no_signs(monkeypatch):
-    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="ascii"))
-    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["ok", "!!", "--"]
-    monkeypatch.setattr(listed.sys, "stdout", SimpleNamespace(encoding="utf-8"))
-    assert [listed._sign(mark) for mark in ("ok", "!!", "--")] == ["✓", "✗", "·"]
-
-
-def test_a_mistake_that_several_checks_meet_is_told_once(folder):
+def test_a_mistake_that_several_checks_meet_is_told_once_with_marks_that_standard_output_has(monkeypatch):
     def first(checked):
         raise UsageError("mesh=3: no")
 
     def second(checked):
         raise UsageError("mesh=3: no")
 
-    results = run_checks([first, second], Checked(None, None, {}), lambda line: None)
+    lines = []
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding="ascii"))
+    results = run_checks([first, second], Checked(None, None, {}), lines.append)
+    monkeypatch.undo()
+    assert lines == ["!! first      mesh=3: no", "-- second     not known, see first"]
     assert [(result.mark, result.line) for result in results] == [("!!", "mesh=3: no"), ("--", "not known, see first")]
     assert summary(results) == "2 checks: 0 passed, 1 failed, 1 not checked or to look at"
 
@@ -148,11 +151,6 @@ def test_settings_of_the_optimizer_are_refused(folder):
     assert "lr" in results["settings"].line
 
 
-def test_rows_longer_than_the_model_takes_are_refused(folder):
-    results = found(folder, data=tokens(folder, seq_len=64), checks=only("settings"))
-    assert "data.seq_len=64 is longer than the decoder's max_seq_len=32: shorten" in results["settings"].line
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -174,18 +172,6 @@ def test_ids_are_compared_with_the_models_vocabulary_and_validation_data_are_ask
     line = found(folder, model=small, data=tokens(folder, vocab_size=None), checks=only("data"))["data"].line
     assert "does not fit the model, which has 32 tokens" in line
     assert "no validation data" in found(folder, data=tokens(folder, val=None), checks=only("data"))["data"].line
-
-
-def test_text_is_read_and_not_tokenized(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("hello " * 100)
-    good = TextData(files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
-    result = found(folder, data=good, checks=only("data"))["data"]
-    assert result.mark == "ok"
-    assert "fit tokenizes it first" in result.line
-    assert not (tmp_path / "cache").exists()
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00 no text")
-    bad = TextData(files=str(tmp_path / "b.txt"), cache_dir=str(tmp_path / "cache"), vocab_size=300, seq_len=16)
-    assert "is not UTF-8 text" in found(folder, data=bad, checks=only("data"))["data"].line
 
 
 def test_a_warmup_longer_than_the_run_is_refused_and_a_run_without_validation_noted(folder):
@@ -293,40 +279,21 @@ def test_the_number_of_checkpoints_follows_from_the_savers_settings():
     assert saves_of_run(SafeCheckpoint(every_n_minutes=3), 100, (50,)) is None
 
 
-# ---- GPUs, as far as they are known by paths and figures
-
-HERE = machine.GPUs(4, "H100 80GB HBM3", (9, 0), "570.1", "13.0", 91900, "cudnn_attention")
+# ---- GPUs
 
 
-def test_more_devices_than_are_there_are_refused(folder, monkeypatch):
-    monkeypatch.setattr(listed, "gpus_here", lambda *args: HERE)
-    results = found(folder, checks=only("devices"), accelerator="gpu", devices=8)
-    assert failed(results) == ["devices"]
-    assert "trainer.devices=8: this machine has 4 (H100 80GB HBM3): give --trainer.devices 4" in results["devices"].line
-    line = found(folder, checks=only("devices"), accelerator="gpu", devices=4)["devices"].line
-    assert line == "4 x H100 80GB HBM3, driver 570.1, torch for CUDA 13.0"
+def test_the_gpus_here_are_counted_and_without_any_a_driver_is_a_fault(folder, monkeypatch, tmp_path):
+    def line_of(number):
+        return found(folder, checks=only("devices"), accelerator="gpu", devices=number)["devices"]
 
-
-def test_a_driver_without_a_torch_for_it_is_a_fault_and_no_driver_a_note(folder, monkeypatch):
-    monkeypatch.setattr(listed, "gpus_here", lambda *args: None)
-    monkeypatch.setattr(listed, "driver_version", lambda: None)
-    assert found(folder, checks=only("devices"), accelerator="gpu")["devices"].mark == "--"
-    monkeypatch.setattr(listed, "driver_version", lambda: "570.1")
-    assert failed(found(folder, checks=only("devices"), accelerator="gpu")) == ["devices"]
-    assert "built without CUDA" in machine.why_no_gpu("570.1", None)
-    assert "too old" in machine.why_no_gpu("470.1", "13.0")
-
-
-def test_the_drivers_version_is_read(tmp_path):
-    file = tmp_path / "version"
-    assert machine.driver_version(file) is None
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:06:14 UTC 2025\n")
-    assert machine.driver_version(file) == "570.124.06"
-    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    assert machine.driver_version(file) == "580.65.06"
-
-
-def test_the_kernel_of_attention_is_named(folder, monkeypatch):
-    monkeypatch.setattr(listed, "gpus_here", lambda *args: HERE)
-    line = found(folder, checks=only("attention"), accelerator="gpu")["attention"].line
-    assert line == "cudnn_attention in bf16, cuDNN 91900"
+    monkeypatch.setattr(listed, "_DRIVER", tmp_path / "none")
+    if not torch.cuda.is_available():
+        assert line_of(1).mark == "--"
+        monkeypatch.setattr(listed, "_DRIVER", tmp_path)
+        assert (line_of(1).failed, "finds no GPU: repair that first" in line_of(1).line) == (True, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    assert line_of(4).line == f"4 x H100, torch for CUDA {torch.version.cuda}"
+    assert line_of(8).failed
+    assert "trainer.devices=8: this machine has 4 (H100): give --trainer.devices 4" in line_of(8).line

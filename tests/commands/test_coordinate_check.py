@@ -136,10 +136,10 @@ WIDER = "{base_width: 48, base_head_dim: 16}"
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--widths", "32,60"], "widths: 60 holds no whole number of the recipe's heads, which are 16 wide"),
+        (["--widths", "32,60"], "widths: 60 does not fit the recipe's heads: give multiples of 16"),
         (
             ["--widths", "48,64", "--model.decoder.n_heads=3", "--model.decoder.d_model=96", "--model.mup", WIDER],
-            "64 cannot be split into the recipe's 3 heads, which mup.base_head_dim=16 widens: give multiples of 3",
+            "widths: 64 does not fit the recipe's heads: give multiples of 3",
         ),
         (["--widths", "a"], "widths=a: give whole numbers with commas"),
         (["--steps", "0"], "steps=0: give at least 1"),

@@ -12,35 +12,10 @@ from commands.exported import SIZES, TEXT, VOCABULARY, tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.export import gguf_file, gguf_tokenizer
-from lightning_tricks.commands.export.weight_files import Entry
+from lightning_tricks.commands.export import gguf_file
+from lightning_tricks.commands.export.folder_files import Entry
 from lightning_tricks.data.tokenizer import SavedTokenizer, train_bpe
 from lightning_tricks.models import Llama
-
-
-def test_rows_of_a_head_go_to_neighbours_where_llama_cpp_rotates_those():
-    rows = torch.arange(16.0)[:, None].expand(16, 3)
-    config = Llama(vocab_size=8, d_model=16, n_layers=1, n_heads=2, max_seq_len=8)  # heads are 8 wide
-
-    def order(name, **changed):
-        config = Llama(vocab_size=8, d_model=16, n_layers=1, n_heads=2, max_seq_len=8, **changed)
-        return gguf_file.with_llama_cpp_rows(name, rows, config)[:, 0].tolist()
-
-    moved = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
-    assert config.head_dim == 8
-    assert order("blocks.0.attn.q.weight") == order("blocks.0.attn.k.weight") == moved
-    assert order("blocks.0.attn.v.weight") == list(range(16))
-    assert order("blocks.0.attn.q.weight", activation="relu2") == moved
-    assert order("blocks.0.attn.q.weight", qk_norm=True) == list(range(16))
-
-
-def test_the_four_numbers_make_xielu_the_squared_relu():
-    alpha_p, alpha_n = (
-        torch.nn.functional.softplus(torch.tensor(gguf_file.XIELU[key])) for key in ("alpha_p", "alpha_n")
-    )
-    assert alpha_p.item() == pytest.approx(1.0, abs=2**-23)
-    assert alpha_n.item() + gguf_file.XIELU["beta"] < 2**-140
-    assert gguf_file.XIELU["eps"] < 0
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
@@ -54,7 +29,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
 
     entries = [Entry(f"tensor{number}", (280, 32), torch.float32, build) for number in range(4)]
     saved = SavedTokenizer(Tokenizer.from_str(tokenizer()["json"]), "a text", 0)
-    vocabulary = gguf_tokenizer.gguf_vocabulary(saved, VOCABULARY)
+    vocabulary = gguf_file.gguf_vocabulary(saved, VOCABULARY)
     gguf_file.write_gguf(entries, Llama(**SIZES), vocabulary, "name", tmp_path / "model.gguf")
     assert alive == [0] * 4
 
@@ -94,7 +69,7 @@ def test_a_pre_tokenizer_that_llama_cpp_has_gets_its_name():
         (cut_by(WORDS + r"\p{N}{1,3}" + REST), "dbrx"),
         (cut_by(WORDS + r"\p{N}" + REST), "qwen2"),
     ):
-        assert gguf_tokenizer.pre_tokenizer_name(spec, "a text") == name
+        assert gguf_file.pre_tokenizer_name(spec, "a text") == name
 
 
 def test_any_other_is_refused_in_a_line():
@@ -122,14 +97,14 @@ def test_any_other_is_refused_in_a_line():
         (spec_with(model={"type": "WordLevel", "vocab": {}, "unk_token": ""}), "it is a WordLevel, no BPE"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"tokenizer 'a text' cannot be one of llama.cpp ({reason})")):
-            gguf_tokenizer.pre_tokenizer_name(spec, "a text")
+            gguf_file.pre_tokenizer_name(spec, "a text")
 
 
 def test_added_tokens_keep_their_kind():
     trained = train_bpe([TEXT], VOCABULARY)
     trained.add_tokens([AddedToken("<think>")])
     trained.add_special_tokens(["<|im_start|>"])
-    vocabulary = gguf_tokenizer.gguf_vocabulary(SavedTokenizer(trained, "a text", None), 290)
+    vocabulary = gguf_file.gguf_vocabulary(SavedTokenizer(trained, "a text", None), 290)
     assert vocabulary.tokens[279:283] == [trained.id_to_token(279), "<think>", "<|im_start|>", "[PAD282]"]
     assert vocabulary.types[279:283] == [1, 4, 3, 5]
     assert vocabulary.eot_id is None
@@ -138,12 +113,12 @@ def test_added_tokens_keep_their_kind():
         (290, 285, "has no token 285, its end of text"),
     ):
         with pytest.raises(UsageError, match=says):
-            gguf_tokenizer.gguf_vocabulary(SavedTokenizer(trained, "a text", eot_id), size)
+            gguf_file.gguf_vocabulary(SavedTokenizer(trained, "a text", eot_id), size)
     trained.add_tokens([AddedToken("<word>", single_word=True)])
     with pytest.raises(UsageError, match="its token '<word>' takes spaces or whole words alone"):
-        gguf_tokenizer.gguf_vocabulary(SavedTokenizer(trained, "a text", None), 290)
+        gguf_file.gguf_vocabulary(SavedTokenizer(trained, "a text", None), 290)
 
 
 def test_types_of_tokens_are_those_of_the_package():
     for name in ("NORMAL", "CONTROL", "USER_DEFINED", "UNUSED"):
-        assert getattr(gguf_tokenizer, name) == gguf.TokenType[name]
+        assert getattr(gguf_file, name) == gguf.TokenType[name]

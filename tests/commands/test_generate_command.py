@@ -60,12 +60,6 @@ def test_a_seed_repeats_what_is_drawn_and_each_sample_is_its_own(trained, capsys
     assert first.removeprefix("--- sample 0\n") != second
 
 
-def test_a_folder_of_shards_writes_what_the_file_writes(trained, tmp_path, capsys):
-    _, model, path = trained
-    folder = of_file(path, tmp_path / "folder.ckpt", model)
-    assert run(capsys, "--ckpt_path", folder) == run(capsys, "--ckpt_path", path)
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_average_writes_in_place_of_the_weights(trained, tmp_path, capsys, kind):
     data, model, path = trained
@@ -81,11 +75,6 @@ def test_the_average_writes_in_place_of_the_weights(trained, tmp_path, capsys, k
     assert printed == greedy(data, loaded.eval().decoder, 8)
     with pytest.raises(UsageError, match=r"^average=tail_average: .* holds no such average.*: it holds ema$"):
         door.run(["generate", "--ckpt_path", str(path), "--average", "tail_average"])
-
-
-def test_without_a_prompt_it_starts_a_document(trained, capsys):
-    _, _, path = trained
-    assert len(run(capsys, "--ckpt_path", path, "--max_new_tokens", 5)) > 1
 
 
 @pytest.mark.parametrize(

@@ -65,32 +65,17 @@ def test_gpt2s_own_checkpoint_has_names_without_a_prefix(tmp_path):
     torch.testing.assert_close(decoder(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", [None, "my recipes/base.yaml"])
-def test_the_recipe_that_is_written_trains_the_model_of_the_folder(base, tmp_path, monkeypatch, capsys, text_file):
+def test_the_recipe_that_is_written_trains_the_model_of_the_folder(tmp_path, monkeypatch, capsys, text_file):
     monkeypatch.chdir(tmp_path)
     folder_of(LLAMA, tmp_path / "hf", build(LLAMA))
-    recipe = {
-        "model": {
-            "class_path": "LanguageModel",
-            "init_args": {
-                "decoder": {"class_path": "GPT2", "init_args": {"n_layers": 3}},
-                "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.5}},
-            },
-        },
-        "data": {"class_path": "TextData", "init_args": {"seq_len": 4096, "vocab_size": 999, "cache_dir": "cache"}},
-        "trainer": "short.yaml",  # which lies beside the recipe, and not beside the one that is written
-    }
-    (tmp_path / "my recipes").mkdir()
-    (tmp_path / "my recipes" / "base.yaml").write_text(yaml.safe_dump(recipe))
-    (tmp_path / "my recipes" / "short.yaml").write_text("max_steps: 2\n")
-    door.run(["import", "hf", "--output", "my own.yaml", *(["--config", base] if base else [])])
+    door.run(["import", "hf", "--output", "my own.yaml"])
     assert "Next: python -m lightning_tricks fit --config 'my own.yaml'" in capsys.readouterr().out
     options = ["--data.files", text_file, "--data.cache_dir", "cache", "--trainer.logger=false"]
     model, data, trainer = load_recipe("--config", "my own.yaml", *options, "--trainer.accelerator=cpu")
     assert model.config == LLAMA
     assert (data.vocab_size, data.seq_len) == (tokenizer_size(), 32)
-    assert trainer["max_steps"] == (2 if base else 200)
-    assert yaml.safe_load((tmp_path / "my own.yaml").read_text())["init_from"] == "hf"
+    assert trainer["max_steps"] == 200
+    assert yaml.safe_load((tmp_path / "my own.yaml").read_text())["init_from"] == "./hf"
     first = InitFrom("hf")
     first.check(model)
     model.schedule, kept = None, {}  # one step is shorter than its warmup
@@ -184,14 +169,8 @@ def test_a_gpt2_whose_biases_are_all_zero_is_one_without(tmp_path, capsys):
     assert "bias: false" in capsys.readouterr().out
 
 
-def test_names_that_exist_and_recipes_without_a_decoder_are_one_line(tmp_path):
+def test_a_recipe_that_exists_is_not_replaced(tmp_path):
     folder = folder_of(LLAMA, tmp_path / "hf")
     (tmp_path / "there.yaml").write_text("model: {}\n")
-    for options, says in (
-        (["--output", tmp_path / "there.yaml"], "there.yaml exists: name another file"),
-        (["--output", tmp_path / "a.yaml", "--config", tmp_path / "there.yaml"], "has no model.init_args.decoder"),
-        (["--output", tmp_path / "a.yaml", "--config", tmp_path / "none.yaml"], "none.yaml: cannot be read"),
-        (["--output", tmp_path / "a.yaml", "--config", folder / "model.safetensors"], "has no model.init_args.decoder"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            door.run(["import", str(folder), *map(str, options)])
+    with pytest.raises(UsageError, match=r"there.yaml exists: name another file"):
+        door.run(["import", str(folder), "--output", str(tmp_path / "there.yaml")])

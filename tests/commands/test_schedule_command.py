@@ -26,9 +26,14 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.schedule.curves import NamedPlan, lr_lines, place_of
 from lightning_tricks.commands.schedule.plan import planned, without_weights
-from lightning_tricks.commands.schedule.terminal import draw_in_terminal, marks_row, ticks_row
+from lightning_tricks.commands.schedule.terminal import (
+    NamedPlan,
+    draw_in_terminal,
+    lr_lines,
+    marks_row,
+    place_of,
+)
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.tensorboard_dashboard import planned_lrs
@@ -193,44 +198,6 @@ def test_no_weight_is_drawn_for_a_plan_and_a_fused_optimizer_takes_the_parameter
     assert wide.decoder is None
 
 
-class Own(pl.LightningModule):
-    def __init__(self, given):
-        super().__init__()
-        self.layer, self.given = torch.nn.Linear(2, 2), given
-
-    def configure_optimizers(self):
-        return self.given(torch.optim.SGD(self.parameters(), lr=0.5))
-
-
-def scheduler(optimizer):
-    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
-
-
-def by_steps(optimizer):
-    return {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer)}
-
-
-def test_a_module_with_its_own_optimizer_has_a_plan_where_steps_alone_decide():
-    plan = planned(Own(by_steps), DATA, settings(6))
-    assert plan.lr == (0.5, 0.5, 0.25, 0.25, 0.125, 0.125)
-    assert planned(Own(lambda optimizer: [by_steps(optimizer)]), DATA, settings(6)).lr == plan.lr
-    assert planned(Own(lambda optimizer: optimizer), DATA, settings(6)).lr == (0.5,) * 6
-    seldom = Own(lambda optimizer: {"optimizer": optimizer, "lr_scheduler": scheduler(optimizer) | {"frequency": 2}})
-    with pytest.raises(UsageError, match="StepLR of model=Own has frequency 2, which counts micro-batches"):
-        planned(seldom, DATA, settings(6))
-    manual = Own(by_steps)
-    manual.automatic_optimization = False
-    with pytest.raises(UsageError, match="model=Own optimizes manually and steps its StepLR itself"):
-        planned(manual, DATA, settings(6))
-    by_epochs = Own(lambda optimizer: ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]))
-    with pytest.raises(UsageError, match="StepLR of model=Own changes the learning rate by epoch"):
-        planned(by_epochs, DATA, settings(6))
-    with pytest.raises(UsageError, match="configure_optimizers of model=Own fails without a Trainer"):
-        planned(Own(lambda optimizer: 1 / 0), DATA, settings(6))
-    with pytest.raises(UsageError, match="no or several optimizers"):
-        planned(Own(lambda optimizer: [optimizer, optimizer]), DATA, settings(6))
-
-
 class Mixed(OptimizerMixin, pl.LightningModule):
     def __init__(self):
         super().__init__(schedule=WarmupConstant(warmup_steps=2), optimizer=adamw)
@@ -245,6 +212,11 @@ def test_any_module_with_the_mixin_has_a_plan_and_keeps_its_weights():
     assert module.layer.weight.stride() == (2, 1)
 
 
+def test_a_module_without_the_mixin_is_refused():
+    with pytest.raises(UsageError, match="model=LightningModule: only a run tells the learning rates"):
+        planned(pl.LightningModule(), DATA, settings(6))
+
+
 # ---- in a terminal
 
 
@@ -256,13 +228,13 @@ def plans(*lengths, **options):
 def test_the_terminal_shows_the_curve_within_80_columns_and_24_lines_in_both_alphabets():
     named = plans(400, param_rules=[ParamRule("embed", lr_scale=4.0)])
     for unicode, allowed in ((True, r"[\x20-\x7e─│┌┐└┘▁█\u2800-\u28ff]*"), (False, r"[\x20-\x7e]*")):
-        lines = draw_in_terminal(named, constant=True, unicode=unicode).split("\n")
+        lines = draw_in_terminal(named, unicode=unicode).split("\n")
         assert all(re.fullmatch(allowed, line) for line in lines)
         assert len(lines) <= 23
         assert max(map(len, lines)) <= 80
         assert lines[0] == "lr over steps of r0: 400 steps, 12.8k tokens"
         text = "\n".join(lines)
-        for words in ("decay:embed (lr x 4)", "constant 0.01", "12.8k"):
+        for words in ("decay:embed (lr x 4)", "12.8k"):
             assert words in text
     assert "None" not in text
     assert draw_in_terminal(named, columns=120, lines=50).count("\n") > text.count("\n")
@@ -276,11 +248,9 @@ def test_the_table_says_what_the_first_step_of_each_phase_has():
     assert ["end", "99", "3.2k", "0.000102", "4 rows, 32 tokens", "0.1"] in rows
 
 
-def test_names_of_marks_do_not_overlap_and_ticks_stand_at_their_steps():
+def test_names_of_marks_do_not_overlap():
     marks = [(0.0, "warmup"), (2.0, "stable"), (3.0, "lost"), (50.0, "decay"), (100.0, "now")]
     assert marks_row(marks, 100.0, 40) == [" warmup              decay            now", " stable"]
-    assert ticks_row([("v", [50.0, 100.0]), ("c", [100.0])], 100.0, 20) == ["           v        *"]
-    assert ticks_row([("c", range(100))], 100.0, 20) == []  # nobody could read them
 
 
 def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
@@ -290,19 +260,11 @@ def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
     assert "r1: 1,000 steps, 32k tokens, peak lr 0.01" in text
     assert place_of(named[0].plan, 100, "tokens") == 3200.0
     assert place_of(named[0].plan, 400, "tokens") == 12800.0
-    assert [line.label for line in lr_lines(named, "steps", True)] == [
-        "r0: decay, no_decay", "r1: decay, no_decay", "constant 0.01",
+    assert [line.label for line in lr_lines(named, "steps")] == [
+        "r0: decay, no_decay", "r1: decay, no_decay",
     ]  # fmt: skip
     with pytest.raises(UsageError, match="x=tokens"):
-        lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens", False)
-
-
-def test_more_groups_than_the_terminal_can_tell_apart_are_counted():
-    rules = [ParamRule(f"blocks.0.{part}", lr_scale=2.0 + i) for i, part in enumerate(("attn.q", "attn.k", "attn.v"))]
-    rules += [ParamRule(name, lr_scale=8.0 + i) for i, name in enumerate(("embed", "head", "attn.o"))]
-    text = draw_in_terminal(plans(100, param_rules=rules))
-    assert "1 more curves are not drawn" in text
-    assert len(re.findall(r"(\S)\1 (?:no_)?decay", text)) == 6
+        lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens")
 
 
 def test_a_missing_package_is_one_line_with_the_command(monkeypatch):

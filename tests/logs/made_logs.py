@@ -1,6 +1,5 @@
-"""Logs written by hand for tests of what reads them: event files record by record, tables, files of predict."""
+"""Logs written by hand for tests of what reads them: event files record by record, tables."""
 
-import json
 import struct
 
 import yaml
@@ -45,10 +44,3 @@ def run_in(folder, table=TABLE, settings=None):
     if settings is not None:
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     return folder
-
-
-def predicted(file, rows):
-    """A file as PredictionWriter writes it, of log-probabilities."""
-    lines = [{"batch": i // 4, "row": i % 4, "prediction": row} for i, row in enumerate(rows)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(file)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from made_logs import TABLE, predicted, run_in
+from made_logs import TABLE, run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
@@ -34,24 +34,14 @@ def made(tmp_path_factory):
     (folder / "a.txt").write_text("text")
     ledger_in(folder / "a.jsonl")
     ledger_in(folder / "c.jsonl", 9)
-    rows = {"right": [[-1.0, -2.0]] * 40, "fewer": [[-1.0, -2.0]] * 39, "null": [[-1.0, None]] * 40,
-            "infinite": [[-1.0, float("-inf")]], "nothing": [[None, None]], "positive": [[1.0, -2.0]],
-            "letters": ["a"], "no_rows": []}  # fmt: skip
-    for name, of_file in rows.items():
-        predicted(folder / f"{name}.jsonl", of_file)
     return folder
-
-
-PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         ("doctor {}/no", "no such folder"),
-        ("doctor {}/a.txt", "this is a file"),
         ("doctor {}/empty", "there is no log in it"),
-        ("doctor {}/none", "holds no scalars"),
         ("doctor {}/broken", r"holds no scalars \(events.out.tfevents.1.a: no event file"),
         ("doctor {}/a --names los=train/loss", r"los=train/loss; did you mean loss\?"),
         ("doctor {}/a --names loss=train/los", r"did you mean train/loss\?: it was not logged"),
@@ -60,50 +50,26 @@ PREDICT = "compare {}/a {}/b --predictions {}/right.jsonl {}/"
         ("doctor {}/a --html {}", "this is a folder"),
         ("doctor {}/a --html -", "doctor: html=-: it is not written to standard output: name a file"),
         ("doctor {}/a --stderr {}/no.txt", r"stderr=.*no\.txt: No such file"),
-        ("runs {}/no", "no such folder"),
-        ("runs {}/a/metrics.csv", "this is a file"),
         ("runs {}/empty", "there is no run below it"),
         ("runs {} --sort step", r"sort=step; did you mean steps\?"),
-        ("runs {} --json - --csv -", "standard output takes one of them"),
-        ("runs {} --csv {}", "csv=.*this is a folder"),
+        ("runs {} --json {}", "json=.*this is a folder"),
         ("compare {}/no", "compare: .*no: no such folder: give the folder in which a logger writes its runs"),
-        ("compare {}/a.txt", "this is a file"),
-        ("compare {}/empty", "there is no run below it"),
         ("compare {}/other", r"its log holds no scalars \(events.out.tfevents.1.a: no event file"),
-        ("compare {}/none", "its log holds no scalars.*: give the log of a training run"),
         ("compare {}/x", "x: no run below it has a log: .*x/two: its log holds no scalars"),
         ("compare {}/a", "a: one run alone: name another, or a folder with several"),
         ("compare {}/a {}/a", "named twice: name another run"),
         ("compare {}/a {}/b/../a", "a is .*a, named twice"),
         ("compare {}/a {}/acc", "no validation loss or training loss among acc, my loss: name it, such as --names"),
         ("compare {}/val {}/train", "train logged train/loss and val val/loss: no metric in common"),
-        ("compare {}/a {}/val --names los=x", r"los=x; did you mean loss\?"),
-        ("compare {}/a {}/val --names loss", "compare: names=loss: give ROLE=NAME"),
-        ("compare {}/a {}/val --names val_loss=val/los", r"did you mean val/loss\?: it was not logged"),
         ("compare {}/a {}/b --at flops", r"at=flops: not known of all runs \(MFUMonitor\): give one of"),
-        ("compare {}/a {}/b --at epochs", "argument --at: invalid choice"),
         ("compare {}/a {}/b --seed_noise 0", "seed_noise=0: give a number above 0"),
-        ("compare {}/a {}/b --seed_noise much", "seed_noise=much: give a number"),
-        ("compare {}/a {}/b --html {}", "html=.*this is a folder"),
-        ("compare {}/a {}/b --html -", "html=-: it is not written to standard output: name a file"),
         ("compare {}/none {}/a {}/b", "none: its log holds no scalars"),
-        ("compare {}/a {}/b --predictions {}/right.jsonl", "predictions: 1 file for 2 groups: give one for each"),
-        (PREDICT + "fewer.jsonl", r"predictions=.*fewer.jsonl: its rows are not those of .*right.jsonl \(39 and 40\)"),
-        (PREDICT + "null.jsonl", "its rows are not those of"),
-        *(
-            (f"{PREDICT}{name}.jsonl", "line 1 holds no log-probabilities of a row")
-            for name in ("infinite", "positive", "letters")
-        ),
-        *((f"{PREDICT}{name}.jsonl", "no token of it counts") for name in ("nothing", "no_rows")),
-        (PREDICT + "no.jsonl", "no.jsonl: No such file"),
         ("verify-resume", "verify-resume: give a recipe with --config RECIPE.yaml"),
-        ("verify-resume --config a.yaml --steps few", "invalid int value: 'few'; verify-resume --help"),
         ("verify-resume --config a.yaml --steps 3", "verify-resume: steps=3: give at least 4"),
         ("ledger diff {}/a.jsonl", "the following arguments are required: B; ledger --help"),
         ("ledger diff {}/a.jsonl {}/c.jsonl", "has steps 0 to 0 and .* steps 9 to 9: they have no step in common"),
         ("ledger check {}/nowhere", r"nowhere: no ledger can be read \(No such file or directory\)"),
-        ("ledger merge", "invalid choice: 'merge'"),
-        *((f"ledger diff a b --tolerance={x}", f"tolerance={float(x)}: give a relative") for x in ("-1", "nan", "inf")),
+        ("ledger diff a b --tolerance=nan", "tolerance=nan: give a relative"),
     ],
 )  # fmt: skip
 def test_a_wrong_place_or_option_is_one_line(made, words, line):
@@ -115,6 +81,7 @@ def test_a_wrong_place_or_option_is_one_line(made, words, line):
 HEAVY = {"torch", "lightning", "tensorboard", "google", "matplotlib", "pandas", "scipy"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "more"),
     [

@@ -8,7 +8,7 @@ import pytest
 from made_logs import losses, scalar, written
 
 from lightning_tricks import __main__ as door
-from lightning_tricks.logs.doctor import find_run
+from lightning_tricks.logs.run import find_run
 
 # ---- the command
 
@@ -74,12 +74,6 @@ def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
     assert ("no such folder" in early, "1. error: exception" in early) == (True, True)
     file.write_text("all is well\n")
     door.run(["doctor", str(run), "--stderr", str(file)])
-
-
-def test_json_alone_goes_to_standard_output(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        door.run(["doctor", str(sick(tmp_path)), "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["run"] == str(tmp_path)
 
 
 def test_names_of_another_project_can_be_given(tmp_path, capsys):

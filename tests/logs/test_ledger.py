@@ -101,16 +101,6 @@ def test_parts_are_compared_where_two_runs_can_be_equal():
     assert compare_steps([(moved, line)], 0.01)["optimizer"].not_compared == {"not recorded in both": 1}
 
 
-def test_of_steps_out_of_order_the_first_that_differs_counts():
-    def pair(step, weights):
-        return [
-            {**dict.fromkeys(("samples", "torch_random", "other_random", "loss", "optimizer")), "step": step,
-             "batch": "1", "start": {"processes": 1}, "weights": each} for each in ("3", weights)
-        ]  # fmt: skip
-
-    assert compare_steps([pair(5, "4"), pair(2, "4"), pair(3, "4")])["weights"].differs == 2
-
-
 def test_the_command_prints_the_difference_and_exits_by_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = lines_of(tmp_path / "a.jsonl").read_text()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_tricks.logs.doctor import plot_of
+from lightning_tricks.commands.doctor import plot_of
 from lightning_tricks.logs.page import limits, plot, thinned, ticks
 from lightning_tricks.logs.run_log import Series
 

@@ -12,8 +12,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.logs.doctor import find_run
 from lightning_tricks.logs.ledger_file import LedgerFile
+from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import read_log
 
 
@@ -23,12 +23,6 @@ def points(folder, name, **names):
 
 
 # ---- event files
-
-
-def test_a_record_of_two_scalars_gives_both(tmp_path):
-    two = [Summary.Value(tag=tag, simple_value=value) for tag, value in (("train/loss", 2.5), ("other", 3.5))]
-    run = written(tmp_path, Event(wall_time=1e9, step=7, summary=Summary(value=two)))
-    assert (points(run, "train/loss"), points(run, "other")) == ([(7, 2.5)], [(7, 3.5)])
 
 
 def test_scalars_are_read_as_tensorboard_reads_them(tmp_path):

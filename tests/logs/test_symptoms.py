@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_tricks.logs import loss_symptoms, symptoms
 from lightning_tricks.logs.run_log import (
     RunLog,
     Series,
@@ -16,7 +17,7 @@ from lightning_tricks.logs.run_log import (
     noise,
     shown_steps,
 )
-from lightning_tricks.logs.symptoms import SYMPTOMS, findings, loss_symptoms, other_symptoms
+from lightning_tricks.logs.symptoms import SYMPTOMS, findings
 
 N = 300
 STEPS = np.arange(N)
@@ -206,9 +207,9 @@ def test_nothing_is_found_in_a_log_that_is_well(metrics):
 
 
 def test_a_loss_above_its_start_has_diverged_and_a_bump_has_not():
-    symptoms = lambda loss: {each.symptom for each in findings(healthy(train__loss=loss))}  # noqa: E731
-    assert "divergence" in symptoms(FALLING[::-1].copy())
-    assert "divergence" not in symptoms(FALLING + 2 * ((STEPS > 140) & (STEPS < 160)))
+    named = lambda loss: {each.symptom for each in findings(healthy(train__loss=loss))}  # noqa: E731
+    assert "divergence" in named(FALLING[::-1].copy())
+    assert "divergence" not in named(FALLING + 2 * ((STEPS > 140) & (STEPS < 160)))
 
 
 def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
@@ -248,7 +249,7 @@ def test_bins_trends_and_heights():
 
 
 def test_every_threshold_is_used():
-    for module in (loss_symptoms, other_symptoms):
+    for module in (loss_symptoms, symptoms):
         names = [name for name in vars(module) if name.isupper() and isinstance(vars(module)[name], int | float)]
         source = Path(module.__file__).read_text(encoding="utf-8")
         assert [name for name in names if source.count(name) < 2] == []

@@ -28,7 +28,7 @@ from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.record import damage, read_record
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands.recipes import recipes_folder
+from lightning_tricks.commands import recipes_folder
 from lightning_tricks.data.batches import IGNORED
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.models import GPT2, Llama

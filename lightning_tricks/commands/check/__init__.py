@@ -1,6 +1,6 @@
 """`check`: whether a recipe would start and end well here, as a list, before any GPU is held. Leaves nothing behind.
 
-In the order of reading: `checks` (the list), `disk` (how much a run's checkpoints take), `machine` (devices, cuDNN).
+`checks` has the list.
 """
 
 import sys

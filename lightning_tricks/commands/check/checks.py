@@ -4,13 +4,11 @@ Each is a function that returns its line, or a `Note` where nothing was to be ch
 raises a UsageError has failed: its line says which option, which value and what to do. The others go on.
 """
 
-import importlib.metadata
 import importlib.util
 import math
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,28 +24,25 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.machine import most_processes
 from lightning_tricks._host.writable import check_folders_of_run, free_bytes
+from lightning_tricks._trainer import is_a, steps_between_saves_of
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.commands.check.disk import kept_checkpoints, savers_of, saves_of_run
-from lightning_tricks.commands.check.machine import (
-    driver_version,
-    gpus_here,
-    why_no_gpu,
-)
+from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once, view_cluster
 from lightning_tricks.commands.plan.memory import kernels_of_a_gpu, loss_of_step
 from lightning_tricks.commands.plan.memory_trace import STEP
-from lightning_tricks.commands.plan.plan import Plan, plan_recipe
+from lightning_tricks.commands.plan.plan import MemoryPlan, plan_recipe
 from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
-from lightning_tricks.commands.schedule.plan import Plan as Schedule
-from lightning_tricks.commands.schedule.plan import planned
+from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
+from lightning_tricks.logs.table import shows_unicode
 from lightning_tricks.mixins import OptimizerMixin
-from lightning_tricks.optim.build_optimizer import check_settings
 
 _PASSED, _FAILED, _NOTE = "ok", "!!", "--"
 _SIGNS = {_PASSED: "✓", _FAILED: "✗", _NOTE: "·"}
 _BLOCKS = 2  # of a model whose collectives are traced: the others are like them
 _GIB = 2**30
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Note(NamedTuple):
@@ -94,8 +89,8 @@ class Checked:
     trainer: Mapping[str, Any]
     gpu: str | None = None
     parameters: int | None = None
-    plan: Plan | None = None
-    schedule: Schedule | None = field(default=None, repr=False)
+    plan: MemoryPlan | None = None
+    schedule: SchedulePlan | None = field(default=None, repr=False)
 
     @cached_property
     def setup(self) -> RunSetup:
@@ -262,9 +257,8 @@ def memory(checked: Checked) -> str | Note:
     setup = checked.setup
     if not checked.known_layout or not setup.is_ours:
         return Note("not known without running code or data of the recipe: the command plan traces it")
-    plan = checked.plan = plan_recipe(
-        checked.module, checked.datamodule, checked.trainer, gpu=checked.gpu, suggest=False
-    )
+    options = PlanOptions(gpu=checked.gpu)
+    plan = checked.plan = plan_recipe(checked.module, checked.datamodule, checked.trainer, options, suggest=False)
     if plan.memory is None or plan.peak_bytes is None:
         return Note(f"not known: {plan.why_no_memory}")
     share = f"{_gib(plan.peak_bytes)} of {_gib(plan.device.bytes)} of {plan.device.name}"
@@ -283,7 +277,7 @@ def memory(checked: Checked) -> str | Note:
 
 
 def libraries(checked: Checked) -> str:
-    """The packages of the recipe's parts are there, and a compiler where blocks are compiled."""
+    """A compiler is there, where blocks are compiled."""
     setup = checked.setup
     if setup.compiles and not checked.on_gpu:
         compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
@@ -292,27 +286,9 @@ def libraries(checked: Checked) -> str:
                 f"compile_blocks=True: torch.compile needs a C++ compiler on a CPU ({compiler or 'g++ or clang++'} is "
                 "not there): install one, or leave compile_blocks out"
             )
-    if setup.compiles and checked.on_gpu and torch.cuda.is_available() and not _has("triton"):
+    if setup.compiles and checked.on_gpu and torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise UsageError("compile_blocks=True: torch.compile needs triton on a GPU: pip install triton")
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in _packages(checked))
-    return ", ".join(versions)
-
-
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _packages(checked: Checked) -> Iterable[str]:
-    """Distributions of the packages that the recipe's objects come from."""
-    given = checked.stand_in()
-    parts = [checked.module, checked.datamodule, given.strategy, given.precision_plugin, *given.callbacks]
-    modules = {type(part).__module__ for part in [*parts, *checked.loggers] if part is not None}
-    if hasattr(checked.module, "optimizer") and (made := check_settings(checked.module.optimizer)) is not None:
-        modules.add(type(made).__module__)
-    names = {module.partition(".")[0] for module in modules} | ({"torchao"} if checked.setup.fp8 is not None else set())
-    names -= {"builtins", "types", "torch", "lightning_tricks", lightning := pl.__name__.partition(".")[0]}
-    owners = importlib.metadata.packages_distributions() if names else {}  # reads the records of all packages
-    return ["torch", lightning.replace("_", "-"), *sorted({owner for name in names for owner in owners.get(name, ())})]
+    return f"torch {torch.__version__}, lightning {pl.__version__}"
 
 
 def devices(checked: Checked) -> str | Note:
@@ -322,26 +298,58 @@ def devices(checked: Checked) -> str | Note:
         if wanted > (most := most_processes()):
             raise UsageError(f"trainer.devices={wanted}: so many processes on this CPU: give at most {most}")
         return f"{wanted} on this CPU of {os.cpu_count()} cores"
-    here = gpus_here()
-    if here is None:
-        if reason := why_no_gpu(driver_version(), torch.version.cuda):
-            raise UsageError(f"trainer.accelerator={checked.trainer.get('accelerator')}: {reason}: repair that first")
+    if not torch.cuda.is_available():
+        if _DRIVER.exists():
+            raise UsageError(
+                f"trainer.accelerator={checked.trainer.get('accelerator')}: the machine has NVIDIA's driver, and torch "
+                f"{torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU: repair that first"
+            )
         planned_for = "" if checked.plan is None else f": planned for {checked.plan.device.name}"
         return Note(f"no GPU on this machine{planned_for}; ask again where the run will start")
-    if wanted > here.count:
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    if wanted > count:
         raise UsageError(
-            f"trainer.devices={wanted}: this machine has {here.count} ({here.name}): give --trainer.devices "
-            f"{here.count}, or start on a host with {wanted}"
+            f"trainer.devices={wanted}: this machine has {count} ({name}): give --trainer.devices {count}, or start on "
+            f"a host with {wanted}"
         )
-    return f"{here.count} x {here.name}, driver {here.driver or 'not known'}, torch for CUDA {here.cuda}"
+    return f"{count} x {name}, torch for CUDA {torch.version.cuda}"
 
 
-def attention(checked: Checked) -> str | Note:
-    """The kernel of attention, and the version of cuDNN."""
-    here = gpus_here(getattr(getattr(checked.module, "config", None), "head_dim", 128)) if checked.on_gpu else None
-    if here is None:
-        return Note("asked on a GPU only")
-    return f"{here.attention} in bf16, cuDNN {here.cudnn}"
+def kept_checkpoints(saver: Any, saves: int | None, permanent: int) -> int:
+    """The most checkpoints of one saver at once, with the one that is being written.
+
+    Args:
+        saver: a SafeCheckpoint or a ModelCheckpoint.
+        saves: of the whole run, the last step's among them; None where they are not known.
+        permanent: saves that SafeCheckpoint never deletes.
+    """
+    most = saves if saves is not None else 10**9
+    if isinstance(saver, SafeCheckpoint):
+        others = saver.keep_last + (saver.keep_best if saver.monitor is not None else 0)
+        return min(permanent + others + 1, max(most, 1))
+    if saver.save_top_k < 0:
+        return (saves or 1) + bool(saver.save_last)
+    return min(saver.save_top_k + bool(saver.save_last) + 1, max(most, 1) + bool(saver.save_last))
+
+
+def savers_of(settings: Any) -> list[Any]:
+    """The checkpoint callbacks of a Trainer's arguments; Lightning's own one where it adds it."""
+    callbacks = settings.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    savers = [callback for callback in callbacks if is_a(callback, "ModelCheckpoint")]
+    if not savers and settings.get("enable_checkpointing") is not False:
+        savers = [pl.callbacks.ModelCheckpoint()]
+    return savers
+
+
+def saves_of_run(saver: Any, total_steps: int | None, validations: Sequence[int]) -> int | None:
+    """Saves of a run, its last step among them; None where minutes or epochs decide."""
+    every = steps_between_saves_of(saver)
+    if total_steps is None or getattr(saver, "every_n_minutes", None) is not None:
+        return None
+    if every:
+        return -(-total_steps // every)
+    return len({*validations, total_steps}) if validations else None
 
 
 def disk(checked: Checked) -> str | Note:
@@ -400,7 +408,7 @@ def folders(checked: Checked) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    recipe, model, settings, data, schedule, layout, memory, libraries, devices, attention, disk, folders,
+    recipe, model, settings, data, schedule, layout, memory, libraries, devices, disk, folders,
 )  # fmt: skip
 
 
@@ -421,7 +429,7 @@ def run_checks(checks: Sequence[Check], checked: Checked, show: Callable[[str], 
         elif mark == _FAILED:
             first_with[line] = check.__name__
         results.append(Result(check.__name__, mark, line))
-        show(f"{_sign(mark)} {check.__name__:<10} {line}")
+        show(f"{_SIGNS[mark] if shows_unicode() else mark} {check.__name__:<10} {line}")
     return results
 
 
@@ -443,15 +451,6 @@ def summary(results: Sequence[Result]) -> str:
     count = {mark: sum(result.mark == mark for result in results) for mark in (_PASSED, _FAILED, _NOTE)}
     notes = f", {count[_NOTE]} not checked or to look at" if count[_NOTE] else ""
     return f"{len(results)} checks: {count[_PASSED]} passed, {count[_FAILED]} failed{notes}"
-
-
-def _sign(mark: str) -> str:
-    """The mark, as a sign where standard output has it."""
-    try:
-        _SIGNS[mark].encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return mark
-    return _SIGNS[mark]
 
 
 def _gib(size: float) -> str:

@@ -1,7 +1,7 @@
 """`export`: a folder that transformers or llama.cpp loads, out of a checkpoint. Needs no recipe, no data and no GPU.
 
-From the first to the last: `weight_files`, `folder_files` or `gguf_tokenizer` and `gguf_file`, `model_card`, `compare`,
-`load_alone` or `load_gguf_alone`, `export`.
+From the first to the last: `folder_files` or `gguf_file`, `model_card`, `verify_export`,
+`load_alone`, `export`.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ def run(args: list[str]) -> None:
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"
     )
     parser.add_argument("--output", required=True, help="the folder to write, which must not exist")
-    parser.add_argument("--format", default="hf", help="hf or gguf; default %(default)s")
+    parser.add_argument("--format", choices=["hf", "gguf"], default="hf", help="default %(default)s")
     parser.add_argument("--average", help="export this average in place of the weights: ema, tail_average")
-    parser.add_argument("--dtype", help="fp32, bf16 or fp16; default: as each weight is saved, so that nothing is lost")
-    parser.add_argument("--shard_size_gib", type=float, help="largest size of a file of weights, of hf; default 5")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], help="default: as each weight is saved, so that nothing is lost"
+    )
     options = parser.parse_args(args)
 
-    from lightning_tricks.commands.export.export import check_options, export
+    from lightning_tricks.commands.export.export import export
 
-    dtype, file_bytes = check_options(options.format, options.dtype, options.shard_size_gib)
-    export(options.ckpt_path, Path(options.output), options.format, options.average, dtype, file_bytes)
+    export(options.ckpt_path, Path(options.output), options.format, options.average, options.dtype)

@@ -17,34 +17,40 @@ from lightning_tricks._core.quote import printable, say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
-from lightning_tricks.commands.export.compare import (
-    TEXT,
-    ask_fresh_process,
-    check_answer,
-    check_tokens,
-    fixed_batch,
-    largest_difference,
-    streamed_logits,
+from lightning_tricks.commands.export.folder_files import (
+    Entry,
+    transformers_package,
+    write_settings,
+    write_tokenizer,
+    write_weights,
 )
-from lightning_tricks.commands.export.folder_files import transformers_package, write_settings, write_tokenizer
 from lightning_tricks.commands.export.gguf_file import (
     FILE,
     HEAD,
+    GGUFVocabulary,
     gguf_architecture,
     gguf_package,
+    gguf_vocabulary,
     gguf_weights,
     stays_fp32,
     with_llama_cpp_rows,
     write_gguf,
 )
-from lightning_tricks.commands.export.gguf_tokenizer import GGUFVocabulary, gguf_vocabulary
 from lightning_tricks.commands.export.model_card import (
     figures_of_run,
     llama_cpp_target,
     model_card,
     transformers_target,
 )
-from lightning_tricks.commands.export.weight_files import Entry, write_weights
+from lightning_tricks.commands.export.verify_export import (
+    TEXT,
+    ask_fresh_process,
+    check_answer,
+    check_tokens,
+    fixed_batch,
+    largest_difference,
+    logits_in_fp32,
+)
 from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.tokenizer import find_record
@@ -52,7 +58,7 @@ from lightning_tricks.models import DecoderConfig, fold_factors, hf_family, hf_w
 from lightning_tricks.models.hf_adapter import HFWeight
 
 PREFIX = "decoder."  # of the decoder's weights in a LanguageModel
-SHARD_SIZE_GIB = 5.0  # by default
+FILE_BYTES = 5 * 2**30  # of weights at most: small enough for a download that breaks off
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,45 +69,23 @@ class Format:
     Args:
         weights: the tensors of a decoder.
         readers: packages that the fresh process has.
-        program: of the fresh process.
         order: gives a tensor, by the decoder's name and with its settings, in the format's order of rows.
         stays_fp32: whether a tensor of a name and shape is fp32 whatever `dtype` says.
     """
 
     weights: Callable[[DecoderConfig], list[HFWeight]]
     readers: str
-    program: str
     order: Callable[[str, Tensor, DecoderConfig], Tensor] = lambda name, tensor, config: tensor
     stays_fp32: Callable[[str, Sequence[int]], bool] = lambda name, shape: False
 
 
 _FORMATS = {
-    "hf": Format(hf_weights, "transformers", "load_alone.py"),
-    "gguf": Format(gguf_weights, "transformers and gguf", "load_gguf_alone.py", with_llama_cpp_rows, stays_fp32),
+    "hf": Format(hf_weights, "transformers"),
+    "gguf": Format(gguf_weights, "transformers and gguf", with_llama_cpp_rows, stays_fp32),
 }
 
 
-def check_options(form: str, dtype: str | None, shard_size_gib: float | None) -> tuple[torch.dtype | None, int]:
-    """The dtype and the bytes of a file that options mean; refuses values that `export` does not take."""
-    if form not in _FORMATS:
-        raise UsageError(f"export: format={form}: give {' or '.join(_FORMATS)}")
-    if dtype is not None and dtype not in _DTYPES:
-        raise UsageError(f"export: dtype={dtype}: give one of {', '.join(_DTYPES)}, or leave it out")
-    if shard_size_gib is None:
-        shard_size_gib = SHARD_SIZE_GIB
-    elif form == "gguf":
-        raise UsageError(
-            f"export: shard_size_gib={shard_size_gib:g}: format=gguf writes one file: leave it out, and divide the "
-            "file with llama-gguf-split of llama.cpp"
-        )
-    if not shard_size_gib > 0:
-        raise UsageError(f"export: shard_size_gib={shard_size_gib:g}: give a number above 0")
-    return None if dtype is None else _DTYPES[dtype], int(shard_size_gib * 2**30)
-
-
-def export(
-    ckpt_path: str, output: Path, form: str, average: str | None, dtype: torch.dtype | None, file_bytes: int
-) -> None:
+def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: str | None) -> None:
     """Write `output`; see the command's help for the arguments.
 
     Raises:
@@ -122,7 +106,7 @@ def export(
     transformers_package()  # before minutes of writing
     vocabulary = _vocabulary(path, config, tokenizer) if form == "gguf" else None
     with _staged(output) as staging:
-        weights = _Weights(source, config, factor, dtype, _FORMATS[form])
+        weights = _Weights(source, config, factor, _DTYPES.get(dtype or ""), _FORMATS[form])
         entries = weights.entries()
         parameters, word = sum(torch.Size(entry.shape).numel() for entry in entries), weights.dtype_word()
         if vocabulary is not None:
@@ -131,7 +115,7 @@ def export(
             write_gguf(entries, config, vocabulary, printable(output.name), files[0])
         else:
             name, target = family.class_name, transformers_target(family.class_name, tokenizer is not None)
-            files = write_weights(entries, staging, file_bytes)
+            files = write_weights(entries, staging, FILE_BYTES)
             write_settings(config, entries[0].dtype, None if tokenizer is None else tokenizer.eot_id, staging)
             if tokenizer is not None and record is not None:
                 write_tokenizer(record, tokenizer, config.max_seq_len, staging)
@@ -140,16 +124,9 @@ def export(
             print("no tokenizer: the checkpoint holds none, as its data knew none: transformers gets token ids alone")
         compared = _compare(staging, weights, base, tokenizer)
         print(compared)
-        card = model_card(
-            output.name,
-            target,
-            parameters,
-            word,
-            source.rest,
-            figures_of_run(path, int(source.rest.get("global_step", 0))),
-            average=average,
-            compared=compared,
-        )
+        figures = figures_of_run(path, int(source.rest.get("global_step", 0)))
+        of_model = (output.name, target, parameters, word, source.rest, figures)
+        card = model_card(*of_model, average=average, compared=compared)
         (staging / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
     say(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
@@ -259,11 +236,11 @@ class _Weights:
 
 
 def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, tokenizer: SavedTokenizer | None) -> str:
-    """One sentence on what a fresh process found; see `compare`."""
+    """One sentence on what a fresh process found; see `verify_export`."""
     config, input_ids = weights.config, fixed_batch(weights.config)
-    answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT, weights.form.program)
-    trained = streamed_logits(config, base, weights.trained, input_ids)
-    expected = streamed_logits(config, None, weights.written, input_ids) if weights.rounded else trained
+    answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT)
+    trained = logits_in_fp32(config, base, weights.trained, input_ids)
+    expected = logits_in_fp32(config, None, weights.written, input_ids) if weights.rounded else trained
     distance = check_answer(answer, expected, weights.tied())
     rows, length = input_ids.shape
     line = (

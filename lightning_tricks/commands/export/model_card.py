@@ -1,16 +1,30 @@
 """README.md of an exported folder: what the model is, how it was trained, its figures, and how to load it."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_tricks._core.quote import markdown_block, markdown_code, markdown_text
 from lightning_tricks.data.cursor import BatchHistory
 from lightning_tricks.logs.scalars import read_scalars
 
 _FIGURES = {"val/loss": "validation loss", "val/bits_per_byte": "validation bits/byte"}
+_LOAD_HF = """```python
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+tokenizer = AutoTokenizer.from_pretrained(".")
+inputs = tokenizer("def ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
+```"""
+_LOAD_HF_WITHOUT_TOKENIZER = """```python
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+logits = model(torch.tensor([[0, 1, 2]])).logits  # of token ids: there is no tokenizer
+```"""
 _LOAD_GGUF = """```sh
 llama-completion -m model.gguf -p "def " -n 32 -no-cnv
 llama-quantize model.gguf model-q8_0.gguf Q8_0
@@ -18,8 +32,7 @@ llama-quantize model.gguf model-q8_0.gguf Q8_0
 _SHARES = {"val/ema_share": "ema", "val/tail_average_share": "tail_average"}  # of an average, in what was validated
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """The last validation of a run before a checkpoint.
 
     Args:
@@ -33,8 +46,7 @@ class Figures:
     average: str | None = None
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The library that a folder is for.
 
     Args:
@@ -52,7 +64,8 @@ class Target:
 
 def transformers_target(class_name: str, has_tokenizer: bool) -> Target:
     """A folder of transformers."""
-    return Target("transformers", "transformers", f"| class | `{class_name}` |", _how_to_load(has_tokenizer))
+    load = _LOAD_HF if has_tokenizer else _LOAD_HF_WITHOUT_TOKENIZER
+    return Target("transformers", "transformers", f"| class | `{class_name}` |", load)
 
 
 def llama_cpp_target(architecture: str) -> Target:
@@ -106,7 +119,10 @@ def model_card(
         f"| step | {markdown_text(checkpoint.get('global_step', 'unknown'))} |",
     ]
     if "samples" in data and "seq_len" in data:
-        rows.append(f"| training tokens | {_rows_taken(data) * data['seq_len']:,} |")
+        taken = BatchHistory.of_state(data.get("history", [])).rows_taken_before(
+            data["samples"]
+        )  # without skipped ones
+        rows.append(f"| training tokens | {taken * data['seq_len']:,} |")
     for key, word in (("data", "training data"), ("content", "hash of the data's content")):
         if key in data:
             rows.append(f"| {word} | {markdown_code(data[key])} |")
@@ -114,21 +130,18 @@ def model_card(
     own = checkpoint.get("lightning_tricks", {})
     rows += [f"| averaged | {markdown_code(path)}, share {share:.4g} |" for path, share in own.get("average_of", [])]
     if figures is not None:
-        whose = f"at step {figures.step}, of " + (
-            f"the average {figures.average}" if figures.average else "the weights"
-        )
+        of = f"the average {figures.average}" if figures.average else "the weights"
+        whose = f"at step {figures.step}, of {of}"
         rows += [f"| {_FIGURES[key]} | {value:.4f}, {whose} |" for key, value in figures.values.items()]
+    missing = ["The log of the run was not beside the checkpoint, so no validation figures stand here."]
+    missing = [] if figures else missing
     recipe = own.get("recipe")
     parts = [
         f"---\nlibrary_name: {target.library}\npipeline_tag: text-generation\n---",
         f"# {markdown_text(name)}",
         f"A language model, trained with lightning_tricks and exported for {target.words}.",
         "\n".join(["| | |", "|---|---|", *rows]),
-        *(
-            []
-            if figures
-            else ["The log of the run was not beside the checkpoint, so no validation figures stand here."]
-        ),
+        *missing,
         compared,
         "## How to load it",
         target.how_to_load,
@@ -138,29 +151,9 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _rows_taken(data: Mapping[str, Any]) -> int:
-    """Number of training rows that the run of a data module's state has taken: positions without the skipped ones."""
-    return BatchHistory.of_state(data.get("history", [])).rows_taken_before(data["samples"])
-
-
 def _data_state(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of the data module: the one with a fingerprint of its data."""
     for state in checkpoint.values():
         if isinstance(state, Mapping) and isinstance(state.get("data"), str):
             return state
     return {}
-
-
-def _how_to_load(has_tokenizer: bool) -> str:
-    lines = ["```python", "import torch", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines.append('model = AutoModelForCausalLM.from_pretrained(".")  # this folder')
-    if has_tokenizer:
-        lines += [
-            'tokenizer = AutoTokenizer.from_pretrained(".")',
-            'inputs = tokenizer("def ", return_tensors="pt")',
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
-        ]
-    else:
-        lines[2] = re.sub(", AutoTokenizer", "", lines[2])
-        lines.append("logits = model(torch.tensor([[0, 1, 2]])).logits  # of token ids: there is no tokenizer")
-    return "\n".join([*lines, "```"])

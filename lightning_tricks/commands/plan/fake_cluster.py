@@ -87,32 +87,6 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def view_of_rank(
-    build: Callable[[], nn.Module],
-    dims: ParallelDims,
-    options: ParallelOptions,
-    rank: int,
-    step: Callable[[Any], Tensor] | None = None,
-) -> RankView:
-    """Build a module on the meta device, divide it as `rank` of a cluster would, and trace a step of it.
-
-    In a forked process: DTensor remembers the groups of a mesh, so that a process can be one rank only.
-
-    Args:
-        build: makes the module; called on the meta device.
-        dims: of `of_world`.
-        options: for `parallelize`.
-        rank: from 0 to `dims.world` - 1.
-        step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
-
-    Raises:
-        UsageError: see `parallelize`; this process has a process group already.
-        RuntimeError: any other error, with its traceback.
-    """
-    (view,) = at_once([partial(_view, build, dims, options, rank, step)])
-    return view
-
-
 def _view(
     build: Callable[[], nn.Module],
     dims: ParallelDims,
@@ -156,13 +130,26 @@ def view_cluster(
     dims: ParallelDims,
     options: ParallelOptions,
     step: Callable[[Any], Tensor] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[RankView]:
-    """The first, the middle and the last rank of a cluster, beside each other; arguments as in `view_of_rank`.
+    """Build a module on the meta device, divide it as ranks of a cluster would, and trace a step of it on each.
+
+    In forked processes beside each other: DTensor remembers the groups of a mesh, so that a process can be one rank
+    only.
+
+    Args:
+        build: makes the module; called on the meta device.
+        dims: of `of_world`.
+        options: for `parallelize`.
+        step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
+        ranks: from 0 to `dims.world` - 1; None: the first, the middle and the last.
 
     Raises:
-        UsageError: see `view_of_rank` and `compare_ranks`.
+        UsageError: see `parallelize` and `compare_ranks`; this process has a process group already.
+        RuntimeError: any other error, with its traceback.
     """
-    ranks = sorted({0, dims.world // 2, dims.world - 1})
+    if ranks is None:
+        ranks = sorted({0, dims.world // 2, dims.world - 1})
     views = at_once([partial(_view, build, dims, options, rank, step) for rank in ranks])
     compare_ranks(views)
     return views

@@ -1,4 +1,4 @@
-"""The memory of a recipe's step, traced on tensors without data; and the activations of our decoder by formula."""
+"""The memory of a recipe's step, traced on tensors without data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -16,7 +16,6 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
 from lightning_tricks._core.tensors import local
 from lightning_tricks._trainer import is_a
-from lightning_tricks.accounting.memory import activation_bytes_per_token
 from lightning_tricks.commands.plan.fake_cluster import at_once, fake_world
 from lightning_tricks.commands.plan.memory_trace import (
     LINES,
@@ -321,17 +320,3 @@ def _of_deepspeed(setup: RunSetup, memory: StepMemory, count: int) -> StepMemory
 
     note = "DeepSpeed's weights, gradients and state are by formula; its buffers are not counted"
     return replace(memory.changed(by_formula), notes=(*memory.notes, note))
-
-
-def closed_form_activations(setup: RunSetup) -> int | None:
-    """Bytes that the blocks of our decoder keep, by the formula, for the tokens of a rank; None for other modules."""
-    if not setup.is_ours:
-        return None
-    fsdp2_casts = setup.kind == "fsdp2" and setup.policy().param_dtype is not None
-    item = (setup.product_dtype or setup.weights_dtype).itemsize
-    residual = item if fsdp2_casts else setup.weights_dtype.itemsize
-    of_token = activation_bytes_per_token(setup.module.config, setup.module.activation_checkpointing, item, residual)
-    parts = setup.dims.context
-    if setup.kind == "fsdp2" and setup.strategy.sequence_parallel:
-        parts *= setup.dims.tensor  # rows between the matrices, and the matrices' own results
-    return round(of_token * setup.rows * setup.length / parts)

@@ -1,7 +1,6 @@
 """Plan a recipe: parameters, memory of a device, time and cost, what is sent, what to change. Trains nothing."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,23 +12,19 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import host_bytes
 from lightning_tricks.accounting.device_speed import measure_peak_flops
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
-from lightning_tricks.accounting.gpus import GPU, GPUS, NETWORK_GBITS, find_gpu, link_of
-from lightning_tricks.accounting.memory import training_memory
-from lightning_tricks.commands.plan import DEFAULT_MFU
+from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
+from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import Change, changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import (
     UNTRACEABLE,
     WholeModel,
     at_full_depth,
-    closed_form_activations,
     traces_of,
     whole_model,
 )
 from lightning_tricks.commands.plan.memory_trace import StepMemory
-from lightning_tricks.commands.plan.scaling import Links, StepTime, step_time
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
-from lightning_tricks.commands.plan.warnings import warnings_of
 from lightning_tricks.commands.schedule.plan import planned_tokens
 from lightning_tricks.optim.param_roles import param_roles
 from lightning_tricks.parallel.dims import ParallelDims
@@ -37,7 +32,10 @@ from lightning_tricks.parallel.parallelize import Traffic
 
 # What a process takes on a GPU beside its tensors: CUDA's context, cuBLAS' workspaces, NCCL's buffers. Assumed.
 GPU_OVERHEAD = int(1.5 * 2**30)
-SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
+_DEFAULT = PlanOptions()
+# Of warnings:
+DENSE_MASK_TOKENS = 8192  # a dense mask of so many tokens takes 64 MiB a row
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What a run will take. Bytes are those of rank 0, which has the largest shards.
 
     Attributes:
@@ -73,7 +71,6 @@ class Plan:
         memory: of each instant of a step, without the device's overhead; None where it is not known.
         why_no_memory: the reason then.
         whole: what a rank has of the model.
-        activations_by_formula: bytes; None where there is no formula.
         tokens: of the whole run; None where the data do not tell.
         tokens_a_step: of all ranks.
         flops_per_token: full attention, without recomputation; None where they are not known.
@@ -91,13 +88,12 @@ class Plan:
     memory: StepMemory | None
     why_no_memory: str | None
     whole: WholeModel
-    activations_by_formula: int | None
     tokens: int | None
     tokens_a_step: int | None
     flops_per_token: int | None
     mfu: float
     price: float | None
-    links: Links
+    links: "Links"
     warnings: Sequence[str]
     changes: Sequence[Change]
 
@@ -139,24 +135,22 @@ class Plan:
         """`gpu_hours` times the price."""
         return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
-    def step_time(self) -> StepTime | None:
-        """The model on paper of `scaling`, for this mesh."""
-        return self.scaled(self.setup.nodes)
-
-    def scaled(self, nodes: int) -> StepTime | None:
-        """The same with another number of hosts: more shards, the same rows on each, so a larger global batch."""
-        setup = self.setup
+    def step_time(self) -> "StepTime | None":
+        """Time of a step on paper, on this mesh."""
+        setup, dims = self.setup, self.setup.dims
         if self.flops_per_token is None or self.device.peak is None or not setup.length:
             return None
-        dims = setup.dims if nodes == setup.nodes else setup.changed(nodes=nodes).dims
         tokens = setup.tokens
         compute = tokens * self.flops_per_token / (self.mfu * self.device.peak)
         compute /= dims.world / dims.loss_ranks  # ranks that have the same tokens share the work
-        sends = [_on_other_mesh(one, setup.dims, dims) for one in self.whole.traffic]
-        return step_time(compute, setup.micro_batches, tokens, dims, sends, self.links)
+        return step_time(compute, setup.micro_batches, tokens, dims, self.whole.traffic, self.links)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures in plain types, for JSON."""
+        figures = (
+            "peak_bytes", "host_bytes", "fits", "tokens", "tokens_a_step", "flops_per_token", "mfu",
+            "tokens_per_second", "hours", "gpu_hours", "cost",
+        )  # fmt: skip
         instants = {} if self.memory is None else {name: dict(lines) for name, lines in self.memory.instants.items()}
         return {
             "device": dataclasses.asdict(self.device),
@@ -166,76 +160,36 @@ class Plan:
             "parameters": dict(self.parameters),
             "active_parameters": self.active,
             "memory_bytes": instants,
-            "peak_bytes": self.peak_bytes,
-            "host_bytes": self.host_bytes,
-            "fits": self.fits,
-            "activations_by_formula_bytes": self.activations_by_formula,
-            "tokens": self.tokens,
-            "tokens_a_step": self.tokens_a_step,
-            "flops_per_token": self.flops_per_token,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "hours": self.hours,
-            "gpu_hours": self.gpu_hours,
-            "cost": self.cost,
+            **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
             "changes": [{"options": list(one.options), "why": one.why, "peak_bytes": one.peak} for one in self.changes],
         }
-
-
-def _on_other_mesh(one: Traffic, before: ParallelDims, after: ParallelDims) -> Traffic:
-    """What an axis sends when the mesh has other sizes; replicas of smaller shards send less."""
-    share = before.shard / after.shard if one.axis == "replicate" else 1.0
-    return dataclasses.replace(
-        one,
-        ranks=after.group(one.axis)[0],
-        gathered=round(one.gathered * share),
-        reduced=round(one.reduced * share),
-    )
 
 
 def plan_recipe(
     module: Any,
     datamodule: Any,
     trainer: Mapping[str, Any],
+    options: PlanOptions = _DEFAULT,
     *,
-    gpu: str | None = None,
-    devices: int | None = None,
-    nodes: int | None = None,
-    mfu: float = DEFAULT_MFU,
-    price: float | None = None,
-    network_gbits: float = NETWORK_GBITS,
-    gpu_memory_gb: float | None = None,
-    peak_tflops: float | None = None,
-    link_gb: float | None = None,
     suggest: bool = True,
-) -> Plan:
+) -> MemoryPlan:
     """Plan a run from a recipe's objects, as `load_recipe` returns them; the devices need not exist here.
 
     Args:
         module: not built yet.
         datamodule: or None.
         trainer: the Trainer's arguments, with classes as objects.
-        gpu: a word of `GPUS`; None: a CPU where the recipe asks for one, else this machine's GPU, else an H100.
-        devices: of a host; None: the recipe's.
-        nodes: hosts; None: the recipe's.
-        mfu: share of the peak that the run will reach, with full attention counted.
-        price: of a GPU hour, in any currency.
-        network_gbits: Gbit/s of a GPU to other hosts.
-        gpu_memory_gb: 10^9 bytes of a device, in place of the table's.
-        peak_tflops: dense, in the run's precision, in place of the table's.
-        link_gb: GB/s of a GPU to the others of its host, one direction, in place of the table's.
+        options: the devices, and what is assumed of them.
         suggest: look for changes where it does not fit.
 
     Raises:
-        UsageError: a number out of its range; an unknown GPU; a mesh that does not fit the devices.
+        UsageError: an unknown GPU; a mesh that does not fit the devices.
     """
-    given = {"gpu_memory_gb": gpu_memory_gb, "peak_tflops": peak_tflops, "link_gb": link_gb}
-    _check_numbers(mfu, price, network_gbits=network_gbits, **given)
-    card = _card(gpu, trainer, tuple(given.values()))
-    setup = read_setup(module, datamodule, trainer, nodes, devices, on_gpu=card is not None)
+    card = _card(options, trainer)
+    setup = read_setup(module, datamodule, trainer, options.nodes, options.devices, on_gpu=card is not None)
     dims = setup.dims  # refuses a mesh that does not fit
-    device = _device(card, setup, tuple(given.values()))
+    device = _device(card, setup, options)
     jobs: list[Any] = [partial(_whole_and_parameters, setup), *traces_of(setup)]
     memory, why = None, None
     try:
@@ -247,7 +201,7 @@ def plan_recipe(
         why = str(error).removeprefix(UNTRACEABLE).strip()
         ((whole, parameters),) = at_once(jobs[:1])
     tokens_a_step = setup.rows * setup.length * dims.data_ranks * setup.micro_batches or None
-    plan = Plan(
+    plan = MemoryPlan(
         setup=setup,
         device=device,
         parameters=parameters,
@@ -255,13 +209,12 @@ def plan_recipe(
         memory=memory,
         why_no_memory=why,
         whole=whole,
-        activations_by_formula=closed_form_activations(setup),
         tokens=planned_tokens(datamodule, {**trainer, "num_nodes": setup.nodes, "devices": setup.devices}),
         tokens_a_step=tokens_a_step,
         flops_per_token=training_flops_per_token(module.config, setup.length, "full") if setup.is_ours else None,
-        mfu=mfu,
-        price=price,
-        links=Links(device.link_gb, network_gbits / 8, setup.devices),
+        mfu=options.mfu,
+        price=options.price,
+        links=Links(device.link_gb, options.network_gbits / 8, setup.devices),
         warnings=(),
         changes=(),
     )
@@ -270,16 +223,6 @@ def plan_recipe(
     if suggest and memory is not None and not plan.fits and room > 0:  # else nothing fits beside the overhead
         changes = changes_that_fit(setup, memory, room)
     return dataclasses.replace(plan, warnings=warnings_of(plan), changes=changes)
-
-
-def _check_numbers(mfu: float, price: float | None, **positive: float | None) -> None:
-    for name, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"plan: {name}={value:g}: give a number above 0")
-    if not 0 < mfu <= 1:
-        raise UsageError(f"plan: mfu={mfu:g}: give a share of the peak above 0 and up to 1, such as {DEFAULT_MFU}")
-    if price is not None and not (price >= 0 and math.isfinite(price)):
-        raise UsageError(f"plan: price={price:g}: give the price of a GPU hour, 0 or more")
 
 
 def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:
@@ -293,15 +236,13 @@ def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:
     return whole_model(setup), parameters
 
 
-def _card(gpu: str | None, trainer: Mapping[str, Any], given: Sequence[float | None]) -> GPU | None:
+def _card(options: PlanOptions, trainer: Mapping[str, Any]) -> GPU | None:
     """The GPU of the plan; None for a CPU."""
-    if gpu is not None:
-        try:
-            return find_gpu(gpu)
-        except UsageError:
-            if all(value is not None for value in given):
-                return GPU(gpu, given[0] or 0.0, given[2] or 0.0)
-            raise
+    if options.gpu is not None:
+        given = (options.gpu_memory_gb, options.link_gb)
+        if None not in (*given, options.peak_tflops):  # one that the table need not have
+            return GPU(options.gpu, *(value or 0.0 for value in given))
+        return find_gpu(options.gpu)
     if trainer.get("accelerator") == "cpu":
         return None
     if torch.cuda.is_available():
@@ -311,28 +252,118 @@ def _card(gpu: str | None, trainer: Mapping[str, Any], given: Sequence[float | N
     return GPUS["h100"]
 
 
-def _device(card: GPU | None, setup: RunSetup, given: Sequence[float | None]) -> Device:
-    memory, peak, link = given
+def _device(card: GPU | None, setup: RunSetup, options: PlanOptions) -> Device:
+    own = int(options.gpu_memory_gb * 1e9) if options.gpu_memory_gb else None
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else None
     if card is None:
-        measured = measure_peak_flops("cpu", setup.peak_dtype)
-        here = int(memory * 1e9) if memory else host_bytes()
-        return Device("this CPU", here, peak * 1e12 if peak else measured, link or 10.0, 0, None)
-    return Device(
-        card.name,
-        int(memory * 1e9) if memory else card.bytes,
-        peak * 1e12 if peak else card.peak(setup.peak_dtype),
-        link or card.link_gb,
-        GPU_OVERHEAD,
-        card.source,
+        peak = peak or measure_peak_flops("cpu", setup.peak_dtype)
+        return Device("this CPU", own or host_bytes(), peak, options.link_gb or 10.0, 0, None)
+    peak, link = peak or card.peak(setup.peak_dtype), options.link_gb or card.link_gb
+    return Device(card.name, own or card.bytes, peak, link, GPU_OVERHEAD, card.source)
+
+
+def warnings_of(plan: MemoryPlan) -> tuple[str, ...]:
+    """Settings of the recipe that look wrong, each a line that names the option."""
+    setup, total, lines = plan.setup, sum(plan.parameters.values()), []
+    vocabulary = setup.module.config.vocab_size if setup.is_ours else 0
+    if setup.on_gpu and vocabulary % 64:
+        padded = -(-vocabulary // 64) * 64
+        lines.append(f"model.decoder.vocab_size={vocabulary} is no multiple of 64: {padded} is faster")
+    if getattr(setup.datamodule, "document_ids", False) and setup.length >= DENSE_MASK_TOKENS:
+        size = setup.rows * setup.length**2 / 2**30
+        lines.append(
+            f"data.document_ids with rows of {setup.length} tokens: the mask is dense and takes {size:.2g} GiB a "
+            "micro-batch"
+        )
+    if plan.tokens and total and plan.tokens / total < TOKENS_PER_PARAMETER / 4 and plan.tokens > 1e8:
+        lines.append(
+            f"{plan.tokens / total:.1f} tokens a parameter: about {TOKENS_PER_PARAMETER} make the best of the same "
+            "FLOPs, in a smaller model"
+        )
+    return tuple(lines)
+
+
+# ---- a model on paper of a step's time: computation, traffic over each link, and the part that computation hides. It
+# is a model, no measurement: benchmarks/plan_published.py compares it with published rows and states its error.
+
+EFFICIENCY = 0.8  # of a link's datasheet figure that large collectives reach, as measured with NCCL on A100 (300 GB/s)
+SOURCE = "https://github.com/stas00/ml-engineering/blob/master/network/README.md"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds between GPUs.
+
+    Attributes:
+        host_gb: GB/s of a GPU to the others of its host, one direction.
+        network_gb: GB/s of a GPU to those of other hosts, one direction.
+        devices: GPUs of a host.
+    """
+
+    host_gb: float
+    network_gb: float
+    devices: int
+
+    def is_on_network(self, dims: ParallelDims, axis: str) -> bool:
+        """Whether the ranks of an axis lie on several hosts. Tensor ranks are neighbours, replicas farthest apart."""
+        ranks, stride = dims.group(axis)
+        return ranks > 1 and stride * ranks > self.devices
+
+    def speed(self, dims: ParallelDims, axis: str) -> float:
+        """GB/s at which a GPU gets what an axis sends.
+
+        A ring passes through all GPUs of a host and crosses its border once. NCCL builds as many rings as the group has
+        GPUs, and so network cards, in a host, each with its part of the bytes: a host gets these bytes once, over all
+        of these cards, and its GPUs pass them on over the links within it. The slower one of both counts.
+
+        Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md (bus bandwidth).
+        """
+        if not self.is_on_network(dims, axis):
+            return self.host_gb
+        _, stride = dims.group(axis)
+        return min(self.host_gb, max(1, self.devices // stride) * self.network_gb)
+
+    def seconds(self, dims: ParallelDims, one: Traffic, tokens: int) -> float:
+        """Time of what an axis sends in a micro-batch, if nothing else ran."""
+        return one.bytes(tokens) / (EFFICIENCY * self.speed(dims, one.axis) * 1e9)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        compute: of all micro-batches.
+        sends: of each axis, if nothing else ran.
+        total: with what computation hides taken off.
+    """
+
+    compute: float
+    sends: dict[str, float]
+    total: float
+
+
+def step_time(
+    compute: float, micro_batches: int, tokens: int, dims: ParallelDims, sends: Sequence[Traffic], links: Links
+) -> StepTime:
+    """Time of a step on a mesh.
+
+    Weights and gradients are sent while the next or last block computes: only what takes longer than the computation
+    shows. Ranks wait for activations in the middle of a block, so their time is added. Replicas send in each
+    micro-batch unless gradients wait.
+
+    Args:
+        compute: seconds of computation in a micro-batch on one GPU.
+        micro_batches: of a step.
+        tokens: of a micro-batch on one rank.
+        dims: sizes of the mesh.
+        sends: of a micro-batch.
+        links: their speeds.
+    """
+    times = {one.axis: links.seconds(dims, one, tokens) for one in sends}
+    waits = sum(times[one.axis] for one in sends if one.per_token)
+    hidden = sum(times.values()) - waits
+    micro_batch = waits + max(compute, hidden)
+    return StepTime(
+        micro_batches * compute, {axis: micro_batches * t for axis, t in times.items()}, micro_batches * micro_batch
     )
-
-
-def rule_of_thumb(plan: Plan) -> int | None:
-    """`training_memory` for one device that has all of it, in bytes; None for modules that we do not know."""
-    setup = plan.setup
-    if not setup.is_ours or not setup.rows:
-        return None
-    config = setup.module.config
-    mode = setup.module.activation_checkpointing
-    sizes = (sum(plan.parameters.values()), setup.rows, setup.length, config.n_layers, config.d_model)
-    return training_memory(*sizes, "full" if mode == "full" else "none").total

@@ -2,21 +2,17 @@
 
 from collections.abc import Iterator
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.memory_trace import LINES
-from lightning_tricks.commands.plan.plan import SCALES, Plan, rule_of_thumb
+from lightning_tricks.commands.plan.plan import MemoryPlan
 
-_AGREE = 0.05  # formula and trace are both shown where they differ by more
 _LEAST = 1e-3  # share of the largest instant below which a line is not shown
 
 
-def report(plan: Plan, scaling: bool = False) -> str:
-    """The lines of a plan; with `scaling` also the table over numbers of devices."""
+def report(plan: MemoryPlan) -> str:
+    """The lines of a plan."""
     lines = [*_model(plan), "", *_memory(plan), "", *_time(plan)]
     if plan.whole.traffic:
         lines += ["", *_traffic(plan)]
-    if scaling:
-        lines += ["", *_scaling(plan)]
     if plan.warnings:
         lines += ["", "Warnings", *(f"  {line}" for line in plan.warnings)]
     return "\n".join(lines)
@@ -26,7 +22,7 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<20}{text}"
 
 
-def _model(plan: Plan) -> Iterator[str]:
+def _model(plan: MemoryPlan) -> Iterator[str]:
     total = sum(plan.parameters.values())
     roles = sorted(plan.parameters.items(), key=lambda entry: -entry[1])
     yield "Model"
@@ -43,15 +39,13 @@ def _model(plan: Plan) -> Iterator[str]:
         yield _row("the run", f"{plan.tokens:,} tokens, {plan.tokens / total:.3g} a parameter")
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: MemoryPlan) -> Iterator[str]:
     setup, device = plan.setup, plan.device
     mesh = f", {setup.dims}" if setup.kind == "fsdp2" else "" if setup.world == 1 else f", {setup.kind}"
     yield f"Memory of {device.name}, {_gib(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
     if plan.memory is None:
         yield _row("not known", plan.why_no_memory or "")
         yield _row("weights", _gib(plan.whole.weights))
-        if (thumb := rule_of_thumb(plan)) is not None:
-            yield _row("by formula", f"{_gib(thumb)} on one device that has all of it")
         return
     lines = plan.memory.instants[plan.memory.largest]
     yield _row("largest instant", plan.memory.largest)
@@ -71,9 +65,6 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.memory.host:
         parts = ", ".join(f"{line} {_gib(size)}" for line, size in plan.memory.host.items())
         yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
-    formula, traced = plan.activations_by_formula, _traced_activations(plan)
-    if formula is not None and traced and abs(formula - traced) > _AGREE * traced:
-        yield _row("by formula", f"activations of the blocks {_gib(formula)}; traced {_gib(traced)}")
     for note in plan.memory.notes:
         yield _row("note", note)
     for number, change in enumerate(plan.changes):
@@ -83,12 +74,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
 
 
-def _traced_activations(plan: Plan) -> int:
-    assert plan.memory is not None
-    return max(lines.get("activations", 0) for lines in plan.memory.instants.values())
-
-
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: MemoryPlan) -> Iterator[str]:
     yield f"Time, at a stated MFU of {plan.mfu:.0%}"
     if plan.flops_per_token is None:
         yield _row("not known", "the FLOPs of this module: a run with MFUMonitor counts them")
@@ -108,11 +94,11 @@ def _time(plan: Plan) -> Iterator[str]:
     yield _row("the run", f"{plan.hours:,.2f} hours{days}, {plan.gpu_hours:,.1f} device hours{cost}")
 
 
-def _origin(plan: Plan) -> str:
+def _origin(plan: MemoryPlan) -> str:
     return plan.device.source or ("measured here" if not plan.setup.on_gpu else "given")
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
+def _traffic(plan: MemoryPlan) -> Iterator[str]:
     setup, times = plan.setup, plan.step_time()
     yield "Sent in a step, and how long it takes at 80 % of the links' figures"
     for one in plan.whole.traffic:
@@ -126,26 +112,6 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:
         yield _row("computation", f"{times.compute:,.3g} s; a step on paper {times.total:,.3g} s")
-
-
-def _scaling(plan: Plan) -> Iterator[str]:
-    setup = plan.setup
-    yield "On paper: more hosts, the same rows on each device (a model, see docs/plan.md for its error)"
-    yield f"  {'devices':>8} {'tokens/s':>14} {'a device':>10} {'tokens a step':>16}"
-    for devices in SCALES:
-        nodes = devices // setup.devices
-        if devices % setup.devices or nodes < 1:
-            continue
-        try:
-            times = plan.scaled(nodes)
-        except UsageError:  # a mesh that does not fit so many
-            continue
-        if times is None:
-            continue
-        data_ranks = setup.changed(nodes=nodes).dims.data_ranks
-        tokens = setup.rows * setup.length * setup.micro_batches * data_ranks
-        rate = tokens / times.total
-        yield f"  {devices:>8,} {rate:>14,.0f} {rate / devices:>10,.0f} {tokens:>16,}"
 
 
 def _gib(size: float) -> str:

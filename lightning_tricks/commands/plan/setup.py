@@ -210,7 +210,7 @@ class RunSetup:
         return self.on_gpu and self.is_ours and bool(self.module.compile_blocks)
 
     def changed(self, **changes: Any) -> "RunSetup":
-        """The same with other settings: `micro_batch_size`, `activation_checkpointing`, `mesh`, `nodes`, ..."""
+        """The same with other settings: `micro_batch_size`, `activation_checkpointing`, `nodes`, ..."""
         setup = dataclasses.replace(
             self,
             module=copy.copy(self.module),
@@ -219,13 +219,12 @@ class RunSetup:
             **{name: changes.pop(name) for name in ("nodes", "devices") if name in changes},
         )
         settings: Any = setup.trainer
-        if {"mesh", "reshard_after_forward", "cpu_offload"} & changes.keys():
-            settings["strategy"] = copy.copy(setup.strategy)
         for name, value in changes.items():
             if name in ("accumulate_grad_batches", "strategy", "plugins"):
                 settings[name] = value
-            elif name in ("mesh", "reshard_after_forward", "cpu_offload"):
-                setattr(settings["strategy"], name, value)
+            elif name == "cpu_offload":
+                settings["strategy"] = copy.copy(setup.strategy)
+                settings["strategy"].cpu_offload = value
             else:
                 setattr(setup.datamodule if name == "micro_batch_size" else setup.module, name, value)
         return setup
@@ -257,14 +256,7 @@ def configure_on_meta(module: Any) -> None:
 def read_setup(
     module: Any, datamodule: Any, trainer: Mapping[str, Any], nodes: int | None, devices: int | None, on_gpu: bool
 ) -> RunSetup:
-    """The setup of a recipe; `nodes` and `devices` win over its own.
-
-    Raises:
-        UsageError: a number below 1.
-    """
-    own = named_devices(trainer) or devices_here(trainer)
-    counts = {"nodes": nodes or int(trainer.get("num_nodes") or 1), "devices": devices or own}
-    for name, value in (("nodes", nodes), ("devices", devices)):
-        if value is not None and value < 1:
-            raise UsageError(f"plan: {name}={value}: give a number of at least 1")
-    return RunSetup(module, datamodule, trainer, counts["nodes"], counts["devices"], on_gpu)
+    """The setup of a recipe; `nodes` and `devices` win over its own."""
+    nodes = nodes or int(trainer.get("num_nodes") or 1)
+    devices = devices or named_devices(trainer) or devices_here(trainer)
+    return RunSetup(module, datamodule, trainer, nodes, devices, on_gpu)

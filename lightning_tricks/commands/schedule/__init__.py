@@ -1,6 +1,6 @@
 """`schedule`: the plan of a run before it starts: learning rates, batch, tokens and weight decay over its steps.
 
-From the first to the last: `plan`, `curves` and `terminal`.
+`plan` makes the plan, `terminal` draws it.
 """
 
 import shutil
@@ -17,7 +17,6 @@ def run(
     trainer: Any,
     *,
     against: str | None = None,
-    constant: bool = False,
     x: Literal["steps", "tokens"] = "steps",
 ) -> None:
     """Draw the learning rate of a recipe over its run, and a table of the run's phases.
@@ -27,33 +26,22 @@ def run(
         datamodule: of the recipe.
         trainer: settings of the recipe.
         against: the file of a second recipe, whose curve is laid over the first.
-        constant: draw the constant learning rate at the peak too.
         x: the axis, steps or tokens.
 
     Raises:
         UsageError: the length of the run is not in the recipe; a package is missing.
     """
-    from lightning_tricks.commands.schedule.curves import NamedPlan
     from lightning_tricks.commands.schedule.plan import planned
-    from lightning_tricks.commands.schedule.terminal import draw_in_terminal
-    from lightning_tricks.logs.terminal import shows_color, shows_unicode
+    from lightning_tricks.commands.schedule.terminal import NamedPlan, draw_in_terminal
+    from lightning_tricks.logs.table import shows_color, shows_unicode
 
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
         plans.append(NamedPlan(Path(other.file).stem, _planned_against(other)))
-    size = shutil.get_terminal_size((80, 24))
-    print(
-        draw_in_terminal(
-            plans,
-            axis=x,
-            constant=constant,
-            columns=size.columns,
-            lines=size.lines,
-            unicode=shows_unicode(),
-            color=shows_color(),
-        )
-    )
+    columns, lines = shutil.get_terminal_size((80, 24))
+    shows = {"unicode": shows_unicode(), "color": shows_color()}
+    print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
 
 
 def _planned_against(recipe: Recipe) -> Any:

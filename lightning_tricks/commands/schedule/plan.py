@@ -1,7 +1,6 @@
 """The plan of a run from its recipe: learning rates, weight decays, batch and tokens of every step."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_tricks._core.accumulation import Accumulation
 from lightning_tricks._core.errors import UsageError
@@ -22,7 +20,7 @@ from lightning_tricks.guards.total_tokens import TotalTokens
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.mixins.optimizer_mixin import planned_schedule
-from lightning_tricks.schedules import PlannedGroup, Schedule, ScheduleLR, WarmupConstant, chosen_steps, planned_groups
+from lightning_tricks.schedules import PlannedGroup, Schedule, chosen_steps, planned_groups
 
 Curves = Callable[[Sequence[int]], tuple[PlannedGroup, ...]]
 _MOST_MARKS = 10_000  # of a kind: no picture shows more
@@ -53,7 +51,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """The plan of a run; `steps`, and the tuples of the same length, say what each of some steps does.
 
     Args:
@@ -95,12 +93,13 @@ class Plan:
         return max(self.lr)
 
 
-def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Iterable[int] | None = None) -> Plan:
+def planned(
+    module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Iterable[int] | None = None
+) -> SchedulePlan:
     """The plan of a run. Draws no weights and needs none of the recipe's devices; `module` stays as it is.
 
     Args:
-        module: with OptimizerMixin; or one whose `configure_optimizers` needs no Trainer, and gives a ScheduleLR, a
-            scheduler of torch by steps, or none.
+        module: with OptimizerMixin.
         datamodule: with `micro_batch_size` and `seq_len`, or None: then no tokens are known.
         trainer: the Trainer's arguments with classes as objects, such as the last of `load_recipe`'s three results.
         steps: to evaluate; None for about 600, evenly spaced, with every corner of the curves.
@@ -120,7 +119,7 @@ def planned(module: Any, datamodule: Any, trainer: Mapping[str, Any], steps: Ite
     batch = _Batch(settings, plan)
     permanent = batch.permanent_saves(total)
     saves = {step for every in settings.save_every for step in _multiples(every, total)}
-    return Plan(
+    return SchedulePlan(
         total_steps=total,
         steps=tuple(chosen),
         groups=curves(chosen),
@@ -190,17 +189,11 @@ class _RunSettings:
     @property
     def save_every(self) -> list[int]:
         """Steps between saves, of each saver."""
-        return steps_between_saves(SimpleNamespace(checkpoint_callbacks=self._savers))
+        return steps_between_saves(SimpleNamespace(checkpoint_callbacks=self.savers))
 
     @property
-    def _savers(self) -> list[Any]:
+    def savers(self) -> list[Any]:
         return [callback for callback in self.callbacks if is_a(callback, "ModelCheckpoint")]
-
-    @property
-    def permanent_every(self) -> list[Any]:
-        """`permanent_steps` of each saver that has it."""
-        found = (getattr(saver, "permanent_steps", None) for saver in self._savers)
-        return [every for every in found if every]
 
     def _trainer(self) -> Any:
         """The attributes of a Trainer that callbacks ask for before a run."""
@@ -291,10 +284,11 @@ class _Batch:
     def permanent_saves(self, total: int) -> list[int]:
         """Optimizer steps done at each save that stays."""
         found: set[int] = set()
-        for every in self._settings.permanent_every:
+        for saver in self._settings.savers:
+            every = getattr(saver, "permanent_steps", None)
             if every == "powers_of_two":
-                found |= {2**power for power in range(total.bit_length()) if 2**power <= total}
-            else:
+                found |= {2**power for power in range(total.bit_length())}
+            elif every:
                 found |= set(_multiples(every, total))
         return sorted(found)
 
@@ -334,83 +328,18 @@ def _curves_of(
     module: Any, settings: _RunSettings, plan: Accumulation, total: int
 ) -> tuple[Curves, Schedule, list[int]]:
     """The curves of a module's parameter groups, the schedule that has the names of their parts, and their corners."""
-    twin, constant = without_weights(module), WarmupConstant(warmup_steps=0)
-    if isinstance(module, OptimizerMixin):
-        scheduler: Any = planned_schedule(twin, total)
-    else:
-        scheduler = _own_scheduler(twin)
-    if not isinstance(scheduler, ScheduleLR):
-        return (lambda steps: _stepped(scheduler, steps)), constant, [0]
+    if not isinstance(module, OptimizerMixin):
+        raise UsageError(
+            f"schedule: model={type(module).__name__}: only a run tells the learning rates of configure_optimizers: "
+            "derive it from OptimizerMixin, or call lightning_tricks.schedules.planned_groups with its ScheduleLR"
+        )
+    scheduler = planned_schedule(without_weights(module), total)
     if scheduler.total_steps != total:
         scheduler.set_total_steps(total)
     for factor in settings.factors(plan):
         scheduler.scale_by(factor)
     kinks = [step for curve in scheduler.curves for _, step in curve.phases(total)]
     return (lambda steps: planned_groups(scheduler, steps)), scheduler.schedule, kinks
-
-
-def _own_scheduler(module: Any) -> Any:
-    """The scheduler that a module's own `configure_optimizers` gives; a constant one where it gives none."""
-    name = type(module).__name__
-    try:
-        given = module.configure_optimizers()
-    except Exception as error:
-        raise UsageError(
-            f"schedule: configure_optimizers of model={name} fails without a Trainer ({error}): derive the module from "
-            "OptimizerMixin, or call lightning_tricks.schedules.planned_groups with its ScheduleLR"
-        ) from error
-    if isinstance(given, tuple | list) and len(given) == 1 and isinstance(given[0], dict):
-        given = given[0]
-    config: Any = given.get("lr_scheduler") if isinstance(given, dict) else None
-    optimizer = given.get("optimizer") if isinstance(given, dict) else given
-    if isinstance(given, tuple | list):
-        both = len(given) == 2 and isinstance(given[0], tuple | list)
-        optimizers, schedulers = given if both else (given, [])
-        optimizer, config = (optimizers[0] if len(optimizers) == 1 else None), (schedulers or [None])[0]
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"schedule: model={name} has no or several optimizers: a plan is that of one")
-    if config is None:
-        return ScheduleLR(optimizer, WarmupConstant(warmup_steps=0))
-    config = config if isinstance(config, dict) else {"scheduler": config}
-    scheduler, interval, frequency = config["scheduler"], config.get("interval", "epoch"), config.get("frequency", 1)
-    if not getattr(module, "automatic_optimization", True):
-        raise UsageError(
-            f"schedule: model={name} optimizes manually and steps its {type(scheduler).__name__} itself: only a run "
-            "tells when"
-        )
-    if frequency != 1:
-        raise UsageError(
-            f"schedule: {type(scheduler).__name__} of model={name} has frequency {frequency}, which counts "
-            "micro-batches of an epoch: give it frequency 1"
-        )
-    if interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        raise UsageError(
-            f"schedule: {type(scheduler).__name__} of model={name} changes the learning rate by {interval}: a recipe "
-            "does not tell the steps of an epoch, or the losses; give it interval step"
-        )
-    return scheduler
-
-
-def _stepped(scheduler: LRScheduler, steps: Sequence[int]) -> tuple[PlannedGroup, ...]:
-    """The curves of a scheduler of torch's, which knows the next step only: it makes all of them."""
-    scheduler = copy.deepcopy(scheduler)
-    wanted, rows = set(steps), {}
-    groups = scheduler.optimizer.param_groups
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no optimizer makes a step
-        for step in range(max(wanted, default=0) + 1):
-            if step in wanted:
-                rows[step] = [(float(group["lr"]), float(group.get("weight_decay", 0.0))) for group in groups]
-            scheduler.step()
-    return tuple(
-        PlannedGroup(
-            str(group.get("name", f"group {number}")),
-            1.0,
-            tuple(rows[step][number][0] for step in steps),
-            tuple(rows[step][number][1] for step in steps),
-        )
-        for number, group in enumerate(groups)
-    )
 
 
 def without_weights(module: Any) -> Any:

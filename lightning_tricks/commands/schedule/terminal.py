@@ -3,25 +3,77 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from lightning_tricks.commands.schedule.curves import Axis, Line, NamedPlan, lr_lines, place_of
-from lightning_tricks.logs.table import human, unit
-from lightning_tricks.logs.terminal import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves
+import numpy as np
+
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.logs.table import LEAST_WIDTH, MOST_CURVES, TO_ASCII, draw_curves, human, lines_of, unit
 
 if TYPE_CHECKING:  # it imports torch
-    from lightning_tricks.commands.schedule.plan import Phase, Plan
+    from lightning_tricks.commands.schedule.plan import Phase, SchedulePlan
 
+Axis = Literal["steps", "tokens"]
 _LABELS = 12  # columns right of the plot, for the frame and the numbers of the y axis
 _LEAST_HEIGHT, _MOST_HEIGHT = 6, 24
-_SPARSE = 3  # columns for each letter, so that a row of them can be read
+_NAMES = 2  # of groups in a label; the others are counted
+
+
+class NamedPlan(NamedTuple):
+    """A plan with the name of its recipe."""
+
+    name: str
+    plan: "SchedulePlan"
+
+
+class Line(NamedTuple):
+    """One line of a picture.
+
+    Args:
+        label: groups that it stands for.
+        x: steps, or tokens seen before them.
+        y: values.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+def lr_lines(plans: Sequence[NamedPlan], axis: Axis) -> list[Line]:
+    """The learning rates: a line for all groups of a plan that have the same one."""
+    lines = []
+    for named in plans:
+        same: dict[tuple[float, ...], tuple[list[str], float]] = {}
+        for group in named.plan.groups:
+            same.setdefault(group.lr, ([], group.lr_scale))[0].append(group.name)
+        for lr, (names, scale) in same.items():
+            label = ", ".join(names[:_NAMES]) + (f" +{len(names) - _NAMES}" if len(names) > _NAMES else "")
+            label = label if len(plans) == 1 else f"{named.name}: {label}"
+            scaled = f" (lr x {scale:.4g})" if scale != 1 else ""
+            lines.append(Line(label + scaled, positions(named.plan, axis), lr))
+    return lines
+
+
+def positions(plan: "SchedulePlan", axis: Axis) -> tuple[float, ...]:
+    """The place of each of a plan's `steps` on the axis."""
+    if axis == "steps":
+        return tuple(map(float, plan.steps))
+    if plan.tokens is None:
+        raise UsageError("schedule: x=tokens: the data module does not tell its tokens: give x=steps")
+    return tuple(map(float, plan.tokens))
+
+
+def place_of(plan: "SchedulePlan", step: int, axis: Axis) -> float:
+    """The place of any step, between those that the plan has."""
+    end = plan.total_steps if axis == "steps" else plan.total_tokens or 0
+    return float(np.interp(step, (*plan.steps, plan.total_steps), (*positions(plan, axis), end)))
 
 
 def draw_in_terminal(
     plans: Sequence[NamedPlan],
     *,
     axis: Axis = "steps",
-    constant: bool = False,
     columns: int = 80,
     lines: int = 24,
     unicode: bool = True,
@@ -32,7 +84,6 @@ def draw_in_terminal(
     Args:
         plans: the first one has the marks and the table.
         axis: what the curves are drawn over.
-        constant: whether to draw the constant learning rate at the first plan's peak.
         columns: width of the terminal.
         lines: its height; the plot has what the rest leaves, and at least 6.
         unicode: whether it shows more than ASCII.
@@ -42,7 +93,7 @@ def draw_in_terminal(
         UsageError: uniplot is not installed.
     """
     plan = plans[0].plan
-    curves = sorted(lr_lines(plans, axis, constant), key=lambda line: line.recipe)  # the baseline below the others
+    curves = lr_lines(plans, axis)
     more, curves = len(curves) - MOST_CURVES, curves[:MOST_CURVES]
     end, highest = max(max(line.x) for line in curves), max(max(line.y) for line in curves)
     power = math.floor(math.log10(highest)) if highest > 0 else 0  # uniplot rounds labels such as 0.005 to 0.01
@@ -51,7 +102,6 @@ def draw_in_terminal(
     marks = [(place_of(plan, phase.step, axis), phase.name) for phase in plan.phases[:-1]]
     tokens = "" if plan.total_tokens is None else f", {human(plan.total_tokens)} tokens"
     head = [f"lr over {axis} of {plans[0].name}: {plan.total_steps:,} steps{tokens}", *marks_row(marks, end, width)]
-    ticks = ticks_row([(name[0], [place_of(plan, s, axis) for s in steps]) for name, steps in _saves(plan)], end, width)
 
     def drawn(height: int) -> list[str]:
         rows = draw_curves(
@@ -71,8 +121,7 @@ def draw_in_terminal(
             character_set="braille" if unicode and (color or len(curves) == 1) else "ascii",
             color=color,
         )
-        frame = next(number for number, row in enumerate(rows) if "└" in row)
-        return [*head, *rows[: frame + 1], *ticks, *rows[frame + 1 :], *_below(plans, more)]
+        return [*head, *rows, *_below(plans, more)]
 
     rows = drawn(_MOST_HEIGHT)
     if (over := len(rows) + 1 - lines) > 0:  # the last line is that of the prompt
@@ -89,34 +138,13 @@ def marks_row(marks: Sequence[tuple[float, str]], end: float, width: int) -> lis
     """
     rows = ["", ""]
     for place, name in sorted(marks):
-        column = min(_column(place, end, width), max(width + 1 - len(name), 1))
+        behind_frame = 1 + (min(int(place / end * width), width - 1) if end else 0)
+        column = min(behind_frame, max(width + 1 - len(name), 1))
         for number, row in enumerate(rows):
             if len(row) < column or not row:
                 rows[number] = row.ljust(column) + name
                 break
     return [row for row in rows if row]
-
-
-def ticks_row(marks: Sequence[tuple[str, Sequence[float]]], end: float, width: int) -> list[str]:
-    """One line with the letter of its kind at each place, and `*` where several are; none where they would be too many.
-
-    Example:
-        >>> ticks_row([("v", [50.0, 100.0]), ("c", [100.0])], end=100.0, width=11)
-        ['      v    *']
-    """
-    row = [" "] * (width + 1)
-    for letter, places in marks:
-        columns = {_column(place, end, width) for place in places}
-        if len(columns) > width / _SPARSE:
-            continue
-        for column in columns:
-            row[column] = letter if row[column] == " " else "*"
-    return [text] if (text := "".join(row).rstrip()) else []
-
-
-def _column(place: float, end: float, width: int) -> int:
-    """The column of a place, behind the frame."""
-    return 1 + (min(int(place / end * width), width - 1) if end else 0)
 
 
 def _unique(curves: Sequence[Line]) -> list[str]:
@@ -131,20 +159,17 @@ def _unique(curves: Sequence[Line]) -> list[str]:
 
 def _below(plans: Sequence[NamedPlan], more_curves: int) -> list[str]:
     plan = plans[0].plan
-    rows = phases_table(plan).split("\n")
+    heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
+    rows = lines_of([heads, *map(_row, plan.phases)])
     if more_curves > 0:
         rows.insert(0, f"{more_curves} more curves are not drawn")
     for other in plans[1:]:
         tokens = other.plan.total_tokens
         seen = "" if tokens is None else f", {human(tokens)} tokens"
         rows.append(f"{other.name}: {other.plan.total_steps:,} steps{seen}, peak lr {other.plan.peak:.4g}")
-    marks = [f"{name[0]}: {_times(name, steps)}" for name, steps in _saves(plan)]
+    kinds = (("validation", plan.validations), ("checkpoint", plan.checkpoints), ("kept for ever", plan.permanent))
+    marks = [_times(name, steps) for name, steps in kinds if steps]
     return [row for row in [*rows, "; ".join(marks), *plan.notes] if row]
-
-
-def _saves(plan: "Plan") -> list[tuple[str, Sequence[int]]]:
-    kinds = [("validation", plan.validations), ("checkpoint", plan.checkpoints), ("kept for ever", plan.permanent)]
-    return [(name, steps) for name, steps in kinds if steps]
 
 
 def _times(name: str, steps: Sequence[int]) -> str:
@@ -152,15 +177,6 @@ def _times(name: str, steps: Sequence[int]) -> str:
     even = all(b - a == steps[0] for a, b in pairwise(steps))
     after = f"every {steps[0]:,} steps" if even else f"steps {steps[0]:,} to {steps[-1]:,}"
     return f"{name} after {after} ({len(steps):,})"
-
-
-def phases_table(plan: "Plan") -> str:
-    """A line for each phase: its first step, and what that step has."""
-    heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
-    table = [heads, *(_row(phase) for phase in plan.phases)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    rows = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table)
-    return "\n".join(rows)
 
 
 def _row(phase: "Phase") -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.plan.fake_cluster import fake_world, view_cluster, view_of_rank
+from lightning_tricks.commands.plan.fake_cluster import fake_world, view_cluster
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions
@@ -37,7 +37,7 @@ class Uneven(Decoder):
 
 
 def test_a_rank_has_its_part_of_each_matrix_and_sends_over_each_axis():
-    view = view_of_rank(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), 63, loss)
+    view = view_cluster(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), loss, [63])[0]
     assert view.parameters["blocks.0.attn.q.weight"] == (0, 32)  # 16 rows of a tensor rank over 32 shards: none is left
     assert view.parameters["blocks.0.attn_norm.weight"] == (0,) or view.parameters["blocks.0.attn_norm.weight"] == (1,)
     assert {collective.ranks for collective in view.collectives} == {2, 32}
@@ -48,7 +48,7 @@ def test_a_rank_has_its_part_of_each_matrix_and_sends_over_each_axis():
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_the_table_counts_what_tensor_ranks_send_for_a_token(sequence_parallel):
     dims, options = ParallelDims(tensor=4).of_world(12), ParallelOptions(sequence_parallel=sequence_parallel)
-    view = view_of_rank(lambda: Decoder(CONFIG), dims, options, 0, loss)
+    view = view_cluster(lambda: Decoder(CONFIG), dims, options, loss, [0])[0]
     sent = 0
     for collective in view.collectives:
         (shape,) = collective.sizes[-1:]
@@ -65,7 +65,7 @@ def test_what_context_ranks_send_for_a_token_is_the_sum_of_the_collectives(metho
     config = dataclasses.replace(CONFIG, n_kv_heads=kv_heads)
     dims = ParallelDims(tensor=tensor, context=4).of_world(12 * tensor)
     options = ParallelOptions(context_method=method, activation_checkpointing=mode)
-    view = view_of_rank(lambda: Decoder(config), dims, options, 0, loss)
+    view = view_cluster(lambda: Decoder(config), dims, options, loss, [0])[0]
     sent = 0
     for collective in view.collectives:
         (shape,) = collective.sizes[-1:]
@@ -94,7 +94,7 @@ def test_an_error_of_a_rank_is_that_of_the_caller():
 
 def test_a_process_in_a_group_is_no_cluster():
     with fake_world(0, 2), pytest.raises(UsageError, match="needs a process without a process group"):
-        view_of_rank(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), 0)
+        view_cluster(lambda: Decoder(CONFIG), DIMS, ParallelOptions(), ranks=[0])
     assert not dist.is_initialized()
 
 
@@ -113,7 +113,7 @@ def test_gradients_that_wait_for_the_last_of_four_micro_batches_are_sent_once(ho
         return nats
 
     dims = ParallelDims(replicate=2).of_world(8)
-    names = [c.name for c in view_of_rank(lambda: Decoder(CONFIG), dims, ParallelOptions(), 0, step).collectives]
+    names = [c.name for c in view_cluster(lambda: Decoder(CONFIG), dims, ParallelOptions(), step, [0])[0].collectives]
     # two blocks, and what is in none
     assert sum("reduce_scatter" in name for name in names) == over_shards
     assert sum("allreduce" in name for name in names) == over_replicas

@@ -1,6 +1,6 @@
 """The memory of a step traced without data is that of the real one, line by line."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from lightning_tricks.commands.plan.memory_trace import (
 from lightning_tricks.models import Decoder, attention
 from lightning_tricks.optim import MuonAdamW, build_optimizer, muon
 
+pytestmark = pytest.mark.long
 ROWS, LENGTH = 2, 16
 SMALL = {"vocab_size": 64, "d_model": 32, "n_heads": 2, "max_seq_len": LENGTH}
 
@@ -72,7 +73,6 @@ def really_kept(module):
     return sum(memory.nbytes() for memory in kept.values())
 
 
-@pytest.mark.long
 def test_lines_of_a_module_worked_out_by_hand():
     def build(depth):
         return nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
@@ -88,12 +88,6 @@ def test_lines_of_a_module_worked_out_by_hand():
     assert memory.instants[FORWARD]["optimizer state"] == step["optimizer state"]  # there from the second step on
 
 
-@cache
-def eager_activations():
-    return traced(decoder).instants[LOSS]["activations"]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("build", [decoder, partial(decoder, config=GPT2), partial(decoder, qk_norm=True)])
 def test_what_is_kept_for_the_backward_pass_is_what_saved_tensor_hooks_count(build):
     memory = traced(build)
@@ -105,34 +99,12 @@ def test_what_is_kept_for_the_backward_pass_is_what_saved_tensor_hooks_count(bui
     assert abs(tables) <= 0.05 * real
 
 
-@pytest.mark.long
-def test_an_optimizer_that_compiles_its_step_is_traced_as_it_is_written():
-    class Compiles(torch.optim.SGD):
-        def step(self, closure=None):
-            assert torch.compile(len) is torch.compile(dynamic=False)(len) is len
-            return super().step(closure)
-
-    def optimizer(module):
-        return Compiles(module.parameters(), lr=0.1, momentum=0.9)
-
-    memory = traced(lambda depth: nn.Linear(4, 4), loss=lambda m: m(torch.zeros(2, 4)).sum(), optimizer=optimizer)
-    assert memory.instants[STEP]["optimizer state"] == 4 * (4 * 4 + 4)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("micro_batches", [1, 4])  # Lightning drops those of the last step after the forward pass
 def test_gradients_of_earlier_micro_batches_are_there_in_the_forward_pass(micro_batches):
     memory = traced(decoder, micro_batches=micro_batches, optimizer=adamw)
     assert memory.instants[FORWARD]["gradients"] == memory.instants[STEP]["gradients"]
 
 
-@pytest.mark.long
-def test_blocks_that_run_again_keep_their_input():
-    full = traced(partial(decoder, mode="full")).instants[LOSS]["activations"]
-    assert full < 0.3 * eager_activations()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_two_depths_tell_any_other_to_the_byte(mode):
     build = partial(decoder, mode=mode)
@@ -141,7 +113,6 @@ def test_two_depths_tell_any_other_to_the_byte(mode):
     assert four.at_depth(five, (4, 5), 8).instants == eight.instants
 
 
-@pytest.mark.long
 def test_a_batch_that_still_grows_with_the_depth_tells_no_other_depth(monkeypatch):
     def optimizer(module):
         return build_optimizer(module, lambda groups: MuonAdamW(groups, lr=0.1, fused=False))
@@ -170,7 +141,6 @@ def test_moments_at_different_places_are_not_extended():
     assert grown({("b", 0): there["a", 0]}) is None
 
 
-@pytest.mark.long
 def test_a_gpus_norm_keeps_its_input_alone_as_ours_does_on_a_cpu(monkeypatch):
     monkeypatch.setattr(attention, "OWN_NORM_FROM", 0)
 
@@ -188,11 +158,6 @@ def test_a_gpus_norm_keeps_its_input_alone_as_ours_does_on_a_cpu(monkeypatch):
     normed = 4 * ROWS * LENGTH * SMALL["d_model"]  # torch's on a CPU keeps another tensor of that size for 5 norms
     assert kept(with_torchs_norms, False) - kept(with_torchs_norms, True) >= 2 * normed
     assert kept(decoder, False) == kept(decoder, True) == kept(with_torchs_norms, True)
-
-
-def test_the_largest_instant_and_its_sum():
-    memory = StepMemory({"a": {"weights": 1, "activations": 5}, "b": {"weights": 1, "gradients": 4}})
-    assert (memory.largest, memory.peak) == ("a", 6)
 
 
 def test_what_torch_leaves_out_without_data_is_counted():

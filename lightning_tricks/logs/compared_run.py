@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.logs.roles import check_roles
 from lightning_tricks.logs.run import Run, find_runs
 from lightning_tricks.logs.run_log import Floats, Ints, RunLog, Series, read_log
+from lightning_tricks.logs.scalars import check_roles
 
 AXES: Mapping[str, str] = {  # and what a log needs for them
     "steps": "",

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.commands.generate import filled_decoder
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.models import Decoder, DecoderConfig
-from lightning_tricks.models.attention import RotaryPositions
 
 ROWS, LENGTH = 2, 64  # of the fixed batch
 TOLERANCE = 1e-4  # of the largest logit; two programs of one model in fp32 differed by up to 3e-6 of it
@@ -31,38 +31,17 @@ def fixed_batch(config: DecoderConfig) -> Tensor:
 
 
 @torch.no_grad()
-def streamed_logits(
+def logits_in_fp32(
     config: DecoderConfig, base: DecoderConfig | None, read: Callable[[str], Tensor], input_ids: Tensor
 ) -> Tensor:
-    """Logits of `Decoder(config, base)` in fp32, which holds the weights of one part of it at a time.
-
-    Args:
-        config: of the decoder.
-        base: see `Decoder`.
-        read: gives a weight by the decoder's name for it.
-        input_ids: (batch, length).
-    """
+    """Logits of `Decoder(config, base)`, whose weights `read` gives by their names; input_ids are (batch, length)."""
     with torch.device("meta"):
-        decoder = Decoder(config, base).eval()
-    parts: dict[str, nn.Module] = {"embed": decoder.embed, "norm": decoder.norm, "head": decoder.head}
-    parts |= {f"blocks.{number}": block for number, block in enumerate(decoder.blocks)}
-    if isinstance(decoder.positions, RotaryPositions):
-        decoder.positions.to_empty(device="cpu").reset_parameters()  # tables, which no checkpoint has
-    else:
-        parts["positions"] = decoder.positions
-
-    def fill(part: nn.Module, prefix: str) -> None:
-        names = [name for name, _ in part.named_parameters()]
-        part.load_state_dict({name: read(f"{prefix}.{name}").float() for name in names}, assign=True)
-
-    for prefix, part in parts.items():
-        part.register_forward_pre_hook(lambda module, _, prefix=prefix: fill(module, prefix))
-        part.register_forward_hook(lambda module, *_: module.to_empty(device="meta") and None)
-    return decoder(input_ids)
+        names = Decoder(config, base).state_dict()
+    return filled_decoder(config, base, {name: read(name).float() for name in names})(input_ids)
 
 
-def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None, program: str) -> dict[str, Any]:
-    """What a program of its own finds out about a folder: `load_alone.py` or `load_gguf_alone.py`.
+def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None) -> dict[str, Any]:
+    """What a program of its own, `load_alone.py`, finds out about a folder.
 
     Raises:
         UsageError: transformers cannot load it, with the last line of its error.
@@ -72,7 +51,7 @@ def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None, program
         torch.save({"input_ids": input_ids} | ({} if text is None else {"text": text}), request)
         # nothing is downloaded, and nothing of this process's folder is imported
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        script = Path(__file__).with_name(program)
+        script = Path(__file__).with_name("load_alone.py")
         command = [sys.executable, str(script), str(folder.resolve()), str(request), str(answer)]
         done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
         if done.returncode:

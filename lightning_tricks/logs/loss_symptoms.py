@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, Severity, Status, logged_names, lower_lr
 from lightning_tricks.logs.run_log import (
     TO_SIGMA,
     Floats,
@@ -20,7 +21,6 @@ from lightning_tricks.logs.run_log import (
     noise,
     shown_steps,
 )
-from lightning_tricks.logs.symptoms.finding import BINS, MIN_POINTS, Finding, Severity, Status, logged_names, lower_lr
 
 # ---- numbers that are none
 

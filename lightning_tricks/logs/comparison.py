@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.logs.compare.compared_run import (
+from lightning_tricks.logs.compared_run import (
     AXES,
     OUTCOMES,
     ComparedRun,
@@ -22,11 +22,9 @@ from lightning_tricks.logs.compare.compared_run import (
     outcome_of,
     value_at,
 )
-from lightning_tricks.logs.compare.intervals import LEAST, Interval, paired, pooled_spread, welch, with_spread
-from lightning_tricks.logs.compare.predictions import differences
-from lightning_tricks.logs.run import BITS
+from lightning_tricks.logs.intervals import Interval, paired, pooled_spread, welch, with_spread
+from lightning_tricks.logs.run import BITS, differing
 from lightning_tricks.logs.run_log import Floats, Series
-from lightning_tricks.logs.runs import differing
 from lightning_tricks.logs.table import setting_text
 
 LEVEL = 0.95  # that all intervals of one comparison hold the true differences, together
@@ -77,7 +75,6 @@ class Comparison:
         at: name of the row on which the verdicts are; None for steps, or tokens where batches differ, or `last` where
             one run had ended before the first point of another.
         seed_noise: standard deviation over seeds that was given.
-        predictions: files of `predict`, one for each group, on the same rows; or none.
     """
 
     runs: list[ComparedRun]
@@ -86,13 +83,11 @@ class Comparison:
     is_validation: bool
     at: str | None = None
     seed_noise: float | None = None
-    predictions: Sequence[str] = ()
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     outcomes: dict[str, Series] = field(default_factory=dict)  # by the names of runs, over steps done
 
     def __post_init__(self) -> None:
-        self.on_same_rows = differences(self.predictions, len(self.groups), self.level)
         width = 0 if self.is_validation else max(min(run.steps for run in self.runs) // _TRAIN_POINTS, 1)
         self.outcomes = {run.name: outcome_of(run, self.metrics[run.name], width) for run in self.runs}
         self.known = [axis for axis in AXES if all(run.amounts[axis] is not None for run in self.runs)]
@@ -225,7 +220,6 @@ def compare_runs(
     at: str | None = None,
     seed_noise: float | None = None,
     named: bool = False,
-    predictions: Sequence[str] = (),
 ) -> Comparison:
     """Compare runs.
 
@@ -235,15 +229,14 @@ def compare_runs(
         at: row on which the verdicts are: an axis, `last` or `best`; see `Comparison`.
         seed_noise: standard deviation over seeds, where no group tells it.
         named: whether the user has named the validation metric.
-        predictions: files of `predict`, one for each group.
 
     Raises:
-        UsageError: the runs have no metric in common; the row is not known; see `predictions.differences`.
+        UsageError: the runs have no metric in common; the row is not known.
     """
     notes: list[str] = []
     different = differing([run.run for run in runs]).values()
     metrics, is_validation = _metrics(runs, list(different), named, notes)
-    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise, predictions)
+    found = Comparison(runs, groups_of(runs, by), metrics, is_validation, at, seed_noise)
     found.notes = [*notes, *_notes(found, list(different))]
     return found
 
@@ -298,8 +291,6 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
         yield f"{_and(data)} differ{'s' * (len(data) == 1)}: the validations may be of other rows"
     if (line := _unfinished(found)) is not None:
         yield line
-    if found.predictions and not found.on_same_rows:
-        yield f"predictions: fewer than {LEAST} rows are too few for an interval over rows"
     for axis, need in AXES.items():
         if axis not in found.known:
             lacks = [run.name for run in found.runs if run.amounts[axis] is None]

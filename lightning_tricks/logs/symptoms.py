@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from lightning_tricks.logs import loss_symptoms
+from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr
+from lightning_tricks.logs.loss_symptoms import FREQUENT, FREQUENT_SHARE
 from lightning_tricks.logs.run_log import RunLog, bins, kendall, shown_steps
-from lightning_tricks.logs.symptoms.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr
-from lightning_tricks.logs.symptoms.loss_symptoms import FREQUENT, FREQUENT_SHARE
 
 # ---- what the run has printed
 
@@ -272,3 +273,34 @@ def attention_logits(log: RunLog) -> Iterator[Finding]:
                 f"--model.decoder.qk_norm true, or {lower_lr(log)}", (f"attention/{name}/max_logit",),
             )  # fmt: skip
             return
+
+
+# ---- all of them, those of the losses too: causes before their consequences
+
+SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
+    printed,
+    scaler,
+    loss_symptoms.not_finite,
+    loss_symptoms.restore,
+    loss_symptoms.divergence,
+    loss_symptoms.stalled_at_peak,
+    loss_symptoms.plateau,
+    loss_symptoms.overfitting,
+    loss_symptoms.validation_leak,
+    clip,
+    loss_symptoms.spikes,
+    guarded_steps,
+    dead_units,
+    attention_logits,
+    throughput,
+    loader_stalls,
+    slow_rank,
+    never_decayed,
+    low_mfu,
+)
+
+
+def findings(log: RunLog) -> list[Finding]:
+    """All findings of a run, the highest score first."""
+    found = [finding for symptom in SYMPTOMS for finding in symptom(log)]
+    return sorted(found, key=lambda finding: -finding.score)

@@ -1,29 +1,152 @@
-"""Rebuild the batch of one optimizer step, and list its documents by their loss."""
+"""`autopsy`: the documents of one optimizer step's batch by their loss.
 
-import json
+First the samples that the step took, by what the checkpoints of its run tell, and the documents in their rows; then
+their losses, with the weights of a checkpoint; then the command.
+"""
+
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from json import dumps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import printable, say
+from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
-from lightning_tricks.commands.autopsy.documents import (
-    Document,
-    Samples,
-    documents_of,
-    joined,
-    rows_of,
-    samples_of_step,
-)
 from lightning_tricks.data.base import TokenDataModule
+from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
 from lightning_tricks.language_model import LanguageModel
 
 SHOWN = 100  # characters of a document's text
+Runs = list[tuple[int, int]]  # first and last position of each unbroken run of samples
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a step, and a checkpoint that has done the step and so tells them.
+
+    Without one, they are those of a run that goes on from the given checkpoint with the same global batch.
+    """
+
+    runs: Runs
+    told_by: Path | None
+
+
+def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: int, max_steps: int) -> Samples:
+    """The samples that a step took, of all ranks and micro-batches together.
+
+    A checkpoint from before the step cannot know whether the run went on with another global batch. Then the later ones
+    in its folder are asked.
+
+    Args:
+        data: TextData or TokenData, set up.
+        checkpoint: the content of `path`.
+        path: the checkpoint.
+        step: as the logs count, from 0.
+        max_steps: of the recipe, -1 for no end.
+
+    Raises:
+        UsageError: the checkpoint has no state of the data, or of other data; the run has no such step.
+    """
+    kind = type(data).__qualname__
+    state = checkpoint.get(kind)
+    if not isinstance(state, dict) or "samples" not in state:
+        raise UsageError(
+            f"ckpt_path={path}: it holds no state of {kind}, so nothing tells which samples a step took: give a "
+            "checkpoint of a run on these data that was saved whole (not save_weights_only)"
+        )
+    runs = data.samples_of_step(step, state)
+    done = int(checkpoint.get("global_step", 0))
+    if step < done:
+        return Samples(runs, path)
+    begun = [span for span in state["history"] if span["step"] <= done]  # without the stages to come of a growing batch
+    for other, later in _later_states(path, kind, step):
+        if _begins_with(later.get("history", []), begun):
+            return Samples(data.samples_of_step(step, later), other)
+    if 0 <= max_steps <= step:
+        last = max(max_steps, done) - 1
+        raise UsageError(f"step={step}: the run ends with step {last}, counted from 0 (trainer.max_steps={max_steps})")
+    return Samples(runs, None)
+
+
+def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The data's state in each checkpoint of the folder that has done the step."""
+    for other in sorted(other for other in path.parent.glob("*.ckpt") if not other.is_symlink()):
+        try:
+            content = open_checkpoint(other, parts=(), weights_only=True, verify=False)
+        except (UsageError, OSError):
+            continue  # this one is not the one that was asked for
+        state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) > step else None
+        if isinstance(state, dict):
+            yield other, state
+
+
+def _begins_with(history: list[Any], beginning: list[Any]) -> bool:
+    """Whether a run with this history may have gone on from a checkpoint with that one."""
+    return bool(beginning) and history[: len(beginning)] == beginning
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """Tokens of a row that belong together: those up to an end-of-text token, or between two.
+
+    A row's first token has no loss and belongs to none, as nothing comes before it. The end-of-text token belongs to
+    the document that it ends.
+    """
+
+    row: int  # index of its row in the batch
+    sample: int  # sample position of the row
+    first: int  # index of its first token among the row's labels
+    stop: int  # index after its last one
+    token: int  # position of its first token in the training stream
+    ids: NDArray[np.int64]  # its tokens, (stop - first,)
+
+    @property
+    def tokens(self) -> int:
+        """Number of its tokens, each of which has a loss."""
+        return self.stop - self.first
+
+
+def rows_of(rows: TrainBatches, runs: Runs) -> tuple[list[int], list[Batch]]:
+    """The sample positions of a step, by their unbroken runs, and their rows, each a batch of one row."""
+    samples = [sample for first, last in runs for sample in range(first, last + 1)]
+    return samples, [rows[sample] for sample in samples]
+
+
+def documents_of(
+    rows: TrainBatches, samples: Sequence[int], batches: Sequence[Batch], eot: int | None
+) -> list[Document]:
+    """The documents of a batch, row by row; without an end-of-text token `eot` each row is one."""
+    found = []
+    for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
+        labels, start = batch["labels"].numpy(), int(rows.starts(sample)[0])
+        for first, stop in _spans(labels, eot):
+            found.append(Document(row, sample, first, stop, start + 1 + first, labels[0, first:stop]))
+    return found
+
+
+def _spans(labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
+    """First index of each document in the labels (1, T), and the index after its last."""
+    if eot is None:
+        return [(0, labels.shape[1])]
+    (cuts,) = np.nonzero(np.diff(document_ids(labels, eot)[0]))
+    edges = [0, *(cuts + 1).tolist(), labels.shape[1]]
+    return list(pairwise(edges))
+
+
+def joined(batches: Sequence[Batch], device: torch.device) -> Batch:
+    """Rows as one batch on a device."""
+    names: dict[str, list[Tensor]] = {name: [batch[name] for batch in batches] for name in batches[0]}
+    return {name: torch.cat(values).to(device) for name, values in names.items()}
 
 
 @dataclass(frozen=True)
@@ -109,10 +232,6 @@ class Report:
             "documents": [document.to_json() for document in self.documents],
         }
 
-    def write(self, file: Path) -> None:
-        """Write `to_json` to a file."""
-        file.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
 
 def autopsy(
     module: Any,
@@ -172,8 +291,6 @@ def _check_kinds(module: Any, data: Any) -> None:
         raise UsageError(
             f"autopsy: model={type(module).__name__} is no LanguageModel, whose decoder gives the loss of each document"
         )
-    if not module.automatic_optimization:
-        raise UsageError(f"autopsy: {type(module).__name__} steps its optimizers itself, so its steps have no batch")
     if not isinstance(data, TokenDataModule):
         kind = "none" if data is None else type(data).__name__
         raise UsageError(f"autopsy: data={kind}: its batches have no sample positions; TextData's and TokenData's have")
@@ -193,25 +310,56 @@ def _build(module: Any, data: Any, checkpoint: Any, path: Path, device: torch.de
 
 
 def _text(data: Any, document: Document) -> str:
-    """The beginning of a document; its token ids where no tokenizer is known."""
+    """The beginning of a document on one line; its token ids where no tokenizer is known."""
     ids = document.ids[:SHOWN].tolist()
-    if data.tokenizer is None:
-        return "token ids " + visible(" ".join(map(str, ids)))
-    text = data.tokenizer.decode(ids, skip_special_tokens=False)
-    return visible(text) + ("..." if len(text) <= SHOWN and document.tokens > SHOWN else "")
-
-
-def visible(text: str, length: int = SHOWN) -> str:
-    r"""The first characters of a text on one line, each that cannot be printed as its escape.
-
-    Example:
-        >>> print(visible("two\nlines\x00", 20))
-        two\nlines\x00
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:length])
-    return shown + ("..." if len(text) > length else "")
+    known = data.tokenizer is not None
+    text = data.tokenizer.decode(ids, skip_special_tokens=False) if known else f"token ids {' '.join(map(str, ids))}"
+    return printable(text[:SHOWN]) + ("..." if len(text) > SHOWN or document.tokens > SHOWN else "")
 
 
 def _finite(number: float) -> float | None:
     """JSON has no NaN and no infinity."""
     return number if math.isfinite(number) else None
+
+
+def run(
+    model: Any,
+    datamodule: Any,
+    trainer: Any,
+    *,
+    step: int,
+    ckpt_path: str | None = None,
+    top: int = 5,
+    json: str | None = None,
+    weights_only: bool | None = None,
+) -> None:
+    """List the documents of one optimizer step's batch by their loss, the highest first.
+
+    Args:
+        model: of the recipe.
+        datamodule: of the recipe.
+        trainer: of one process, with the recipe's length.
+        step: the optimizer step, as the logs and StepGuard count: the first is step 0.
+        ckpt_path: the weights to use, a checkpoint or last; the step began with those of a checkpoint of this step.
+        top: documents to print.
+        json: file for all documents.
+        weights_only: as in torch.load.
+    """
+    if ckpt_path is None:
+        raise UsageError("ckpt_path=none: autopsy needs the checkpoint of a run, which tells the samples of a step")
+    if top < 0:
+        raise UsageError(f"top={top}: give the number of documents to print, 0 or more")
+    if json is not None:
+        check_file("json", json)
+    report = autopsy(
+        model,
+        datamodule,
+        ckpt_path,
+        step,
+        device=trainer.strategy.root_device,
+        max_steps=trainer.max_steps,
+        weights_only=weights_only,
+    )
+    say(*report.table(top).split("\n"))
+    if json is not None:
+        Path(json).write_text(dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Intervals of a difference: between two groups of seeds, pairs of seeds, or two runs on the same rows.
+"""Intervals of a difference: between two groups of seeds, or pairs of seeds.
 
 Every interval is a mean, plus or minus a quantile of Student's t times a standard error.
 """
@@ -11,9 +11,6 @@ from statistics import NormalDist
 import numpy as np
 
 from lightning_tricks._core.errors import UsageError
-
-_BLOCKS = 10  # of the method of block means
-LEAST = 40  # rows: four a block
 
 
 @dataclass(frozen=True)
@@ -116,22 +113,3 @@ def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None
         return None
     squares = sum(float(np.var(values, ddof=1)) * (len(values) - 1) for values in several)
     return math.sqrt(squares / df), df
-
-
-def block_means(sums: Sequence[float], counts: Sequence[float], level: float) -> Interval:
-    """Interval of the mean of differences of rows, which may be correlated with their neighbours.
-
-    The means of ten blocks are nearly independent, where correlation reaches over a small part of a block. A trend
-    makes the interval wider.
-
-    Args:
-        sums: of each row, of the differences of its tokens; at least 40 rows, in their order.
-        counts: numbers of these tokens.
-        level: as in `welch`.
-
-    Source: the method of batch means, Glynn and Lim 2009, http://web.stanford.edu/~glynn/papers/2009/GLim09.html.
-    """
-    blocks = zip(np.array_split(sums, _BLOCKS), np.array_split(counts, _BLOCKS), strict=True)
-    means = [float(part.sum() / number.sum()) for part, number in blocks]
-    half = student_t((1 + level) / 2, _BLOCKS - 1) * float(np.std(means, ddof=1)) / math.sqrt(_BLOCKS)
-    return Interval(float(np.sum(sums) / np.sum(counts)), half, f"means of {_BLOCKS} blocks of {len(sums):,} rows")

@@ -1,1 +1,0 @@
-"""Runs side by side, and what their seeds can show; `comparison` is the middle of it."""
