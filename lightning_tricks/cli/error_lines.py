@@ -53,6 +53,8 @@ _LINES = [
     (r"[Uu]nrecognized arguments: (?P<given>-*(?P<option>[^\s=]*)\S*)", "no option {given!r}{near}"),
     (r"(?:File does not exist|Path is not a file): '(?P<file>.*)'",
      "--{key} {file}: there is no such file; check the path (the command ls lists recipes)"),
+    (r".*?No module named '(?P<module>heavyball|pytorch_optimizer|schedulefree|torchao)'",
+     "{at}{module} is not installed: pip install 'lightning-tricks[optimizers]'"),
     (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"Parser key \"[^\"]*\":$", "{key}: give a class, with class_path and init_args"),

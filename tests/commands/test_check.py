@@ -148,7 +148,7 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
 def test_settings_of_the_optimizer_are_refused(folder):
     results = found(folder, model=module(optimizer=lambda groups: adamw(groups, lr=-1.0)), checks=only("settings"))
     assert failed(results) == ["settings"]
-    assert "lr" in results["settings"].line
+    assert "learning rate" in results["settings"].line
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def fit(folder: Path, *plants: pl.Callback, data: Rows | None = None, ledger: An
     torch.manual_seed(1)
     checkpoint, dropout = options.pop("ckpt_path", None), options.pop("dropout", 0.2)
     module = options.pop("module", net)(dropout)
-    saver = SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
+    saver = options.pop("saver", None) or SafeCheckpoint(folder / "saved", every_n_train_steps=SAVED, keep_last=9)
     options = {"max_steps": STEPS, "logger": False, "use_distributed_sampler": False} | options
     ledger = ledger or RunLedger(str(folder / "ledger.jsonl"), 1)
     runs.fit(module, *plants, ledger, saver, data=data or Rows(), ckpt_path=checkpoint, **options)
