@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import typing
@@ -19,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-from harness import preloaded, rewritten
+from harness import preloaded
 
 # What a Trainer leaves behind; a process that a later test starts would take up the port and the seed.
 LEFT_BEHIND = (
@@ -60,20 +59,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         may_start = True
 
 
-GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # which cannot be used in a fork of a process that has asked for them
-
-
-def _has_workers(config: pytest.Config) -> bool:
-    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Set up a process that runs tests; one that has workers for it needs nothing of what takes long to import."""
-    if _has_workers(config):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
-    if hasattr(config, "workerinput"):
-        sys.executable = config.workerinput["python"]
-        rewritten.take()
     import hypothesis
     import torch
 
@@ -82,26 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
     preloaded.remember_entry_points()
     hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for any example
     hypothesis.settings.load_profile("any machine")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Of several workers, all take their programs from the same servers, which import while asserts are rewritten."""
-    if _has_workers(session.config):
-        rewritten.rewrite_all(session.config, preloaded.share())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Workers are forked from a server, too: what tests need is imported once, and not in each."""
-    if sys.platform == "linux" and not any(map(os.path.exists, GPUS)):
-        for spec in specs:
-            spec.python = shlex.quote(preloaded.python())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """A worker tells its tests of Python itself, and not of the program that it was started as."""
-    node.workerinput["python"] = sys.executable
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

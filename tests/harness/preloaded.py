@@ -63,95 +63,42 @@ os._exit(os.waitstatus_to_exitcode(status))
 COLLECTION = ("torch.distributed.run", "torch.distributed.tensor", "lightning_tricks.cli")
 
 
-TORCH = ("torch",)  # of a server that imports nothing else
-
-
-IN_BOTH = ("torchmetrics", "torch._dynamo", "torch.distributed.fsdp")  # imported by either package of Lightning
-
-
 FAILED = "failed"  # in a server's folder: the error that ended it
-
-
-SHARED = "PRELOADED_SERVERS"  # the folder of servers that a parent process has started
 
 
 @functools.cache
 def python(*imported: str) -> str:
-    """Path of the program. Its server starts with the first call, and ends with this process, unless it is shared.
+    """Path of the program. Its server starts with the first call, and ends with this process.
 
     Args:
         *imported: modules that the server imports in place of `COLLECTION`. With "pytorch_lightning" alone, a program
             decides for itself whether it imports the collection before or after it.
     """
-    shared = Path(os.environ.get(SHARED, "")) / name_of(imported)
-    if SHARED not in os.environ or not shared.exists():
-        folder = make_folder()
-        start(imported, folder=folder)
-        shared = folder / name_of(imported)
-    while not (shared / "socket").exists():
-        if (shared / FAILED).exists():
-            raise ImportError((shared / FAILED).read_text())
-        select.select([], [], [], 0.02)
-    return str(shared / "python")
-
-
-def share() -> Path:
-    """Start the servers for all processes that this one starts from now on, and return their folder.
-
-    They end with this process.
-    """
-    folder = make_folder()
-    start((), TORCH, ("pytorch_lightning",), folder=folder)
-    os.environ[SHARED] = str(folder)
-    return folder
-
-
-def name_of(imported: tuple[str, ...]) -> str:
-    return "-".join(imported) or "collection"
-
-
-def make_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def start(*servers: tuple[str, ...], folder: Path) -> None:
-    """Start servers, each of which imports some modules and has a folder for its program and its socket.
-
-    The socket is there when everything is imported. All servers but the first are forked from the first, so that they
-    share what all of them import.
-    """
-    wanted = {}
-    for imported in servers:
-        own = folder / name_of(imported)
-        own.mkdir()
-        program, quoted = own / "python", shlex.quote(sys.executable)
-        program.write_text(PROXY.format(quoted=quoted, python=sys.executable, address=str(own / "socket")))
-        program.chmod(0o700)
-        wanted[str(own)] = imported or COLLECTION
+    own = Path(tempfile.mkdtemp(prefix="preloaded-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    program, quoted = own / "python", shlex.quote(sys.executable)
+    program.write_text(PROXY.format(quoted=quoted, python=sys.executable, address=str(own / "socket")))
+    program.chmod(0o700)
+    wanted = json.dumps([str(own), imported or COLLECTION])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.Popen([sys.executable, __file__, json.dumps(wanted)], stdin=subprocess.PIPE, env=environment)
+    subprocess.Popen([sys.executable, __file__, wanted], stdin=subprocess.PIPE, env=environment)
+    while not (own / "socket").exists():
+        if (own / FAILED).exists():
+            raise ImportError((own / FAILED).read_text())
+        select.select([], [], [], 0.02)
+    return str(program)
 
 
-def import_apart(wanted: dict[str, list[str]]) -> Path:
-    """Fork a process for each server, and import its modules there; returns the folder of this process's server."""
-    own, *others = wanted
-    for other in others:  # the first of them has the least
-        for module in TORCH if tuple(wanted[other]) == TORCH else IN_BOTH:
-            importlib.import_module(module)
-        if os.fork() == 0:
-            own = other
-            break
-    for module in wanted[own]:
+def import_all(own: Path, modules: list[str]) -> None:
+    """Import what a server is asked for; its folder tells why it could not."""
+    for module in modules:
         try:
             importlib.import_module(module)
         except BaseException as error:
-            new = Path(own, f"{FAILED}.part")
-            new.write_text(f"a server of {' '.join(wanted[own])} ended: {error!r}")
-            new.rename(new.with_suffix(""))
+            new = own / f"{FAILED}.part"
+            new.write_text(f"a server of {' '.join(modules)} ended: {error!r}")
+            new.rename(own / FAILED)
             raise
-    return Path(own)
 
 
 def left_over(folder: Path) -> list[int]:
@@ -300,8 +247,10 @@ def run(args: list[str]) -> int:
 if __name__ == "__main__":
     remember_entry_points()
     sys.path.insert(1, str(Path(__file__).parents[2]))  # the collection beside these tests, as in pytest's own process
-    own = import_apart(json.loads(sys.argv[1]))
+    folder, modules = json.loads(sys.argv[1])
+    own = Path(folder)
     PYTHON = str(own / "python")
+    import_all(own, modules)
     if "lightning_tricks.cli" in sys.modules:
         measure_the_cpu()
         build_a_recipe()
