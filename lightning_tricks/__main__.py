@@ -12,7 +12,7 @@ import textwrap
 
 import lightning_tricks
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
-from lightning_tricks._host.launcher_variables import check_launcher_variables
+from lightning_tricks._host.process import check_launcher_variables
 from lightning_tricks.commands import COMMANDS, find
 
 _HELP = """\

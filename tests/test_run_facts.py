@@ -121,7 +121,7 @@ def test_a_save_that_fails_ends_every_part():
             r"is_a\([^)]*[Ss]trategy|hasattr\([^)]*strategy|\.__name__ [=!]= \"\w*Strategy",
             ("_trainer/", "strategies/"),
         ),
-        (r"replaced\([^)]*\"save_checkpoint\"", ("_trainer/around_saves.py",)),
+        (r"replaced\([^)]*\"save_checkpoint\"", ("_trainer/saves.py",)),
     ],
 )
 def test_a_question_with_an_owner_is_asked_there_alone(question, owners):

@@ -5,10 +5,6 @@ with the behaviour of a Trainer, and fails where another version differs. No fil
 Trainer may be of either package, `lightning` or `pytorch_lightning`.
 """
 
-from lightning_tricks._trainer.around_saves import around_saves as around_saves
-from lightning_tricks._trainer.deferred_saves import DeferredSaves as DeferredSaves
-from lightning_tricks._trainer.deferred_saves import may_save as may_save
-from lightning_tricks._trainer.deferred_saves import save_whole_step as save_whole_step
 from lightning_tricks._trainer.loop import batch_progress as batch_progress
 from lightning_tricks._trainer.loop import end_restart as end_restart
 from lightning_tricks._trainer.loop import epoch_is_over as epoch_is_over
@@ -30,15 +26,24 @@ from lightning_tricks._trainer.loop import steps_in_epoch as steps_in_epoch
 from lightning_tricks._trainer.loop import take_loops_step as take_loops_step
 from lightning_tricks._trainer.loop import validation_follows as validation_follows
 from lightning_tricks._trainer.loop import within_step as within_step
-from lightning_tricks._trainer.module import clip_hook as clip_hook
-from lightning_tricks._trainer.module import compiled_steps as compiled_steps
-from lightning_tricks._trainer.module import configured_optimizers as configured_optimizers
-from lightning_tricks._trainer.module import optimizer_index as optimizer_index
-from lightning_tricks._trainer.module import set_device_mesh as set_device_mesh
-from lightning_tricks._trainer.module import trainer_of as trainer_of
-from lightning_tricks._trainer.module import unwrapped as unwrapped
-from lightning_tricks._trainer.package import is_a as is_a
-from lightning_tricks._trainer.package import lightning_file as lightning_file
+from lightning_tricks._trainer.objects import choose_version as choose_version
+from lightning_tricks._trainer.objects import chosen_version as chosen_version
+from lightning_tricks._trainer.objects import clip_hook as clip_hook
+from lightning_tricks._trainer.objects import compiled_steps as compiled_steps
+from lightning_tricks._trainer.objects import configured_optimizers as configured_optimizers
+from lightning_tricks._trainer.objects import folder_of_run as folder_of_run
+from lightning_tricks._trainer.objects import has_default_checkpoint_io as has_default_checkpoint_io
+from lightning_tricks._trainer.objects import has_versions as has_versions
+from lightning_tricks._trainer.objects import is_a as is_a
+from lightning_tricks._trainer.objects import lightning_file as lightning_file
+from lightning_tricks._trainer.objects import next_version as next_version
+from lightning_tricks._trainer.objects import optimizer_index as optimizer_index
+from lightning_tricks._trainer.objects import set_device_mesh as set_device_mesh
+from lightning_tricks._trainer.objects import shows_hp_metric as shows_hp_metric
+from lightning_tricks._trainer.objects import steps_between_saves as steps_between_saves
+from lightning_tricks._trainer.objects import steps_between_saves_of as steps_between_saves_of
+from lightning_tricks._trainer.objects import trainer_of as trainer_of
+from lightning_tricks._trainer.objects import unwrapped as unwrapped
 from lightning_tricks._trainer.processes import dismiss_process_observer as dismiss_process_observer
 from lightning_tricks._trainer.processes import launched_processes as launched_processes
 from lightning_tricks._trainer.processes import signal_connector as signal_connector
@@ -77,12 +82,7 @@ from lightning_tricks._trainer.running import outwards as outwards
 from lightning_tricks._trainer.running import running_part as running_part
 from lightning_tricks._trainer.running import running_place as running_place
 from lightning_tricks._trainer.running import stacks_of_threads as stacks_of_threads
-from lightning_tricks._trainer.savers_and_loggers import choose_version as choose_version
-from lightning_tricks._trainer.savers_and_loggers import chosen_version as chosen_version
-from lightning_tricks._trainer.savers_and_loggers import folder_of_run as folder_of_run
-from lightning_tricks._trainer.savers_and_loggers import has_default_checkpoint_io as has_default_checkpoint_io
-from lightning_tricks._trainer.savers_and_loggers import has_versions as has_versions
-from lightning_tricks._trainer.savers_and_loggers import next_version as next_version
-from lightning_tricks._trainer.savers_and_loggers import shows_hp_metric as shows_hp_metric
-from lightning_tricks._trainer.savers_and_loggers import steps_between_saves as steps_between_saves
-from lightning_tricks._trainer.savers_and_loggers import steps_between_saves_of as steps_between_saves_of
+from lightning_tricks._trainer.saves import DeferredSaves as DeferredSaves
+from lightning_tricks._trainer.saves import around_saves as around_saves
+from lightning_tricks._trainer.saves import may_save as may_save
+from lightning_tricks._trainer.saves import save_whole_step as save_whole_step

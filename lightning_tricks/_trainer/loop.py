@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_tricks._core.protocols import BeginsNextEpoch
-from lightning_tricks._trainer.package import is_a
+from lightning_tricks._trainer.objects import is_a
 
 
 def is_accumulating(trainer: Any) -> bool:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._trainer.package import is_a
+from lightning_tricks._trainer.objects import is_a
 
 
 def launched_processes(trainer: Any) -> list[subprocess.Popen]:

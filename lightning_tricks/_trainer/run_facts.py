@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_tricks._core.protocols import KnowsSamples
-from lightning_tricks._trainer.package import is_a
+from lightning_tricks._trainer.objects import is_a
 
 Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
 

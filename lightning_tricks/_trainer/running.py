@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_tricks._trainer.package import is_a
+from lightning_tricks._trainer.objects import is_a
 
 _PARTS = (  # part, Lightning's module (any module if empty) and its function; read from the files named here
     ("checkpoint", "trainer.trainer", "save_checkpoint"),

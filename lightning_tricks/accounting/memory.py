@@ -4,10 +4,9 @@
 """
 
 from dataclasses import dataclass
-from typing import get_args
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting.flops import Checkpointing, DecoderShape
+from lightning_tricks.accounting.flops import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -78,41 +77,3 @@ def training_memory_gb(N: int, B: int, S: int, L: int, D: int) -> float:  # noqa
         130
     """
     return training_memory(N, B, S, L, D).total / 1e9
-
-
-def activation_bytes_per_token(
-    shape: DecoderShape, activation_checkpointing: Checkpointing, itemsize: int = 2, residual_itemsize: int = 2
-) -> float:
-    """Bytes that the blocks of our decoder keep for a token on a GPU, without `torch.compile`, on one device.
-
-    In units of the residual stream's width d, of heads of keys and values kv, and the MLP's width f: the input of the
-    block and that of the MLP's norm (residual stream); both norms' results, queries, keys, values and attention's
-    output with a number for each head; of a gated MLP gate, its activation, up and their product, of others what goes
-    into the activation and what comes out of it (of relu2 what comes out of relu and out of the square).
-
-    Args:
-        shape: a dense decoder.
-        activation_checkpointing: `none`; `full` keeps each block's input; `selective` also attention's output, q, v and
-            the first matrix of the MLP; `cheap` also k, o and the second of a gated MLP.
-        itemsize: bytes of the matrix products' results.
-        residual_itemsize: bytes of the residual stream: those of the weights, which autocast leaves in 4.
-
-    Raises:
-        UsageError: another mode.
-    """
-    if activation_checkpointing not in get_args(Checkpointing):
-        choices = ", ".join(get_args(Checkpointing))
-        raise UsageError(f"activation_checkpointing={activation_checkpointing!r}: give one of {choices}")
-    d, kv, f = shape.d_model, shape.kv_heads * shape.head_dim, shape.ffn_width
-    attention = itemsize * d + 4 * shape.n_heads
-    if activation_checkpointing == "full":
-        block = float(residual_itemsize * d)
-    elif activation_checkpointing == "selective":
-        block = residual_itemsize * d + attention + itemsize * (d + kv + f)
-    elif activation_checkpointing == "cheap":
-        gated = 2 if shape.activation == "swiglu" else 1
-        block = residual_itemsize * d + attention + itemsize * (2 * d + 2 * kv + gated * f)
-    else:
-        of_mlp = (4 if shape.activation == "swiglu" else 2) * f
-        block = 2 * residual_itemsize * d + attention + itemsize * (2 * d + d + 2 * kv + of_mlp)
-    return shape.n_layers * block

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host import writable as _writable
-from lightning_tricks._host.launcher_variables import check_launcher_variables
+from lightning_tricks._host.process import check_launcher_variables
 from lightning_tricks._host.writable import check_file
 from lightning_tricks.cli.fit_options import check_options
 
