@@ -315,9 +315,7 @@ def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(ended):
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, ended):
     job = ended(f"rank {came} alone")
     assert job.codes == [2], job.out[-5000:]
-    said = re.findall(
-        "^error: this process has waited in vain for the others to start .*timeout_seconds", job.out, re.M
-    )
+    said = re.findall("^error: the processes have not met .*timeout_seconds", job.out, re.M)
     assert len(said) == 1, job.out[-5000:]
     assert "Traceback" not in job.out
 

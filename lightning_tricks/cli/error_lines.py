@@ -214,7 +214,10 @@ def _line(error: Exception) -> str | None:
     if (full := disk_full_line(error)) is not None:
         return full
     if type(error).__module__ == "torch.distributed" and not torch.distributed.is_initialized():
-        return f"the processes have not met: {said} (MASTER_PORT is taken, or others were not started)"
+        return (
+            f"the processes have not met ({said}): start all with the same command, take another MASTER_PORT, or set "
+            "trainer.strategy.init_args.timeout_seconds higher"
+        )
     if isinstance(error, RuntimeError) and said.startswith("Error(s) in loading state_dict"):
         return other_weights(said)
     if isinstance(error, ValueError) and said.startswith("`val_check_interval` ("):

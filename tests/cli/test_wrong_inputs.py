@@ -181,7 +181,7 @@ def test_what_fails_in_a_run_and_can_be_mended_is_one_line_and_an_unknown_error_
             raise OSError(28, "No space left on device", "runs/log")
     with pytest.raises(UsageError, match=r"^No `val_dataloader\(\)` method$"), usage_errors(lambda: None):
         raise MisconfigurationException("No `val_dataloader()`\n    method ")
-    with pytest.raises(UsageError, match=r"^the processes have not met: .*EADDRINUSE"), usage_errors(lambda: None):
+    with pytest.raises(UsageError, match=r"^the processes have not met \(.*EADDRINUSE"), usage_errors(lambda: None):
         raise torch.distributed.DistNetworkError("port: 29500, code: -98,\n name: EADDRINUSE")
     with pytest.raises(PermissionError), usage_errors(lambda: None):
         raise PermissionError(13, "Permission denied", "a file of the user's own code")

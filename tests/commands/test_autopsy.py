@@ -91,7 +91,7 @@ class Run(NamedTuple):
         document, samples = report.documents[0].document, positions(report.samples.runs)
         _, rows = self.rows_of_all()
         whole = joined([rows[sample] for sample in samples], torch.device("cpu"))
-        return whole, (samples.row(document.sample), slice(document.first, document.stop))
+        return whole, (samples.index(document.sample), slice(document.first, document.stop))
 
     @property
     def shard(self) -> Path:

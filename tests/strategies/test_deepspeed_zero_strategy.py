@@ -529,7 +529,7 @@ def test_stage_1_and_2_open_each_others_checkpoints(zero):
         ("other world", ["is of world size 1, this run of 2"]),
         ("two optimizers", ["gives 2 optimizers and 0 schedulers", "FSDP2Strategy"]),
         ("shapes", ["Adafactor needs the shapes"]),
-        ("other model", ["'model.lm_head.weight' has shape (65, 32) here and (64, 32) there"]),
+        ("other model", ["'model.lm_head.weight' is (64, 32) in it and (65, 32) in the model"]),
     ],
 )
 def test_what_a_run_cannot_take_is_one_line_on_every_rank(zero, name, words):
