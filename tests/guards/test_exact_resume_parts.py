@@ -11,8 +11,7 @@ import pytest
 import torch
 from exact_run import Rows, Stream, loaders
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
 
 from lightning_tricks._core.random_state import random_state
 from lightning_tricks.guards.exact_resume.loaders import Worker, can_be_replayed, replayed
@@ -185,23 +184,6 @@ def test_a_sampler_that_says_where_it_is_goes_on_from_there():
     assert [float(batch) for _ in range(2) for batch in first] == [0, 4, 1, 5]
     again = served(loader(), first.replay.next_pass())
     assert [float(batch) for batch in again] == [2, 6]
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda data: RandomSampler(data, replacement=True, num_samples=70, generator=torch.Generator().manual_seed(1)),
-        lambda data: WeightedRandomSampler([0.1, 0.9, 0.4] * 4, 12),
-        lambda data: DistributedSampler(data, num_replicas=2, rank=1),
-    ],
-)
-def test_samplers_of_torch_serve_the_same_order_again(sampler):
-    def loader():
-        data = Rows(12)
-        return DataLoader(data, batch_size=2, sampler=sampler(data))
-
-    position, rest = after(loader(), 3)
-    assert bits(served(loader(), position)) == bits(rest)
 
 
 @pytest.mark.long

@@ -184,13 +184,6 @@ def test_beside_step_guard_weights_that_an_accepted_step_destroyed_come_back():
         assert found.final_loss() < 1.0
 
 
-def test_every_callback_that_wants_to_know_is_told():
-    told, callback = [], pl.Callback()
-    callback.after_rollback = lambda: told.append(1)
-    fit(Data(nan_at(45)), rollbacks(), callback, steps=60)
-    assert told == [1]
-
-
 class LostError(Exception):
     """What a loader raises that cannot read its next batch."""
 
