@@ -111,14 +111,11 @@ def test_the_decay_grows_from_a_tenth_to_its_value():
     assert [decay_at(update, 0.999, True) for update in (0, 1, 8)] == [1 / 10, 2 / 11, 9 / 18]
     assert decay_at(8989, 0.999, True) < 0.999
     assert decay_at(8990, 0.999, True) == decay_at(0, 0.999, False) == 0.999
+    assert EMA(horizon_steps=150).decay == 1 - 1 / 150
     module = Counter()
     fit(module, EMA(), steps=2, val_check_interval=1)
     assert module.seen[1] == pytest.approx(0.9)
     assert module.seen[2] == pytest.approx(0.9 * 2 / 11 + 2 * 9 / 11)
-
-
-def test_a_horizon_is_another_word_for_the_decay():
-    assert EMA(horizon_steps=150).decay == 1 - 1 / 150
 
 
 def test_a_tail_average_ends_as_the_mean_over_the_last_steps():
@@ -426,24 +423,13 @@ def test_a_strategy_with_weights_in_another_form_is_refused(name):
         EMA().setup(SimpleNamespace(strategy=strategy, callbacks=[]), Net(), "fit")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda saved: saved.pop("net.4.bias"), "an average of 'net.4.bias' (4,), which is trained here, and has none"),
-        (
-            lambda saved: saved.update({"net.4.bias": torch.ones(2)}),
-            "'net.4.bias' (4,), which is trained here, and has o",
-        ),
-    ],
-)
-def test_an_average_of_other_weights_is_refused_by_name(change, words, tmp_path):
+def test_an_average_of_other_weights_is_refused_by_name(tmp_path):
     fit(Net(), EMA(), SafeCheckpoint(tmp_path), steps=2)
     checkpoint = torch.load(tmp_path / "last.ckpt")
-    change(checkpoint["averages"]["ema"]["weights"]["mean"])
+    checkpoint["averages"]["ema"]["weights"]["mean"]["net.4.bias"] = torch.ones(2)
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(UsageError) as caught:
+    line = rf"^ckpt_path={tmp_path}/other.ckpt: it should have an average of 'net.4.bias' \(4,\), .* has one of shape"
+    with pytest.raises(UsageError, match=line):
         fit(Net(), EMA(), ckpt_path=tmp_path / "other.ckpt", steps=4)
-    assert str(caught.value).startswith(f"ckpt_path={tmp_path / 'other.ckpt'}: it should have ")
-    assert words in str(caught.value)
     with pytest.raises(UsageError, match=r"^average=emma: .* holds no such average of the weights: it holds ema$"):
         load_weights(Net(), tmp_path / "last.ckpt", average="emma")

@@ -183,12 +183,6 @@ def test_the_rule_multiplies_the_schedule_of_every_group(rule):
         assert said[-1] == [module.schedule.lr(0.05 * scale, step, 8) * factor for scale in groups]
 
 
-def test_without_a_scheduler_the_rule_multiplies_the_optimizers_own_rate():
-    module = Foreign()
-    fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
-    assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
-
-
 def test_the_rate_of_an_optimizer_inside_deepspeeds_is_that_of_its_groups():
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     trainer = SimpleNamespace(optimizers=[SimpleNamespace(optimizer=inner)], lr_scheduler_configs=[])

@@ -36,6 +36,11 @@ from lightning_tricks.guards.spike_rollback import Rollback, is_good
 EVILS = {"NaN batch": nan_at(120), "ruined moments": huge_at(120)}
 
 
+class Validated(Data):
+    def val_dataloader(self) -> Any:
+        return DataLoader([batch_of(9)], batch_size=None)
+
+
 @pytest.fixture(scope="module")
 def clean() -> float:
     return fit(Data()).final_loss()
@@ -274,10 +279,6 @@ def test_the_run_is_saved_behind_a_rollback_and_a_resume_from_there_is_the_same_
     def averages() -> list[Any]:
         return [EMA(decay=0.9), TailAverage(horizon_steps=10, validate=False)]
 
-    class Validated(Data):
-        def val_dataloader(self) -> Any:
-            return DataLoader([batch_of(9)], batch_size=None)
-
     options = {"log_every_n_steps": log, "val_check_interval": 50, "num_sanity_val_steps": 0}
     data, kept, model = Validated(nan_at(45)), averages(), Model()
     model.validation_step = lambda batch, batch_idx: model.net(batch[0])
@@ -398,11 +399,6 @@ class Wide(Model):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch[0])
-
-
-class Validated(Data):
-    def val_dataloader(self) -> Any:
-        return DataLoader([batch_of(9)], batch_size=None)
 
 
 def test_a_spike_that_a_validation_reads_within_a_step_is_undone_behind_that_step():
