@@ -1,6 +1,5 @@
 """The parts of ExactResume: seeds, the order of samplers, positions in any batch of any loader."""
 
-import multiprocessing
 import pickle
 import random
 import warnings
@@ -12,6 +11,7 @@ import torch
 from exact_run import Rows, Stream, loaders
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_tricks._core.random_state import random_state
 from lightning_tricks.guards.exact_resume.loaders import Worker, can_be_replayed, replayed
@@ -190,15 +190,6 @@ def test_a_sampler_that_says_where_it_is_goes_on_from_there():
 def test_workers_are_started_as_the_user_s_loader_says():
     """In the context and with the function that it names."""
 
-    class Own(DataLoader):  # as a class of its own keeps it
-        @property
-        def multiprocessing_context(self):
-            return self.__context
-
-        @multiprocessing_context.setter
-        def multiprocessing_context(self, context):
-            self.__context = multiprocessing.get_context(context) if isinstance(context, str) else context
-
     def mark(worker):
         get_worker_info().dataset.mark = 10.0 + worker
 
@@ -209,7 +200,7 @@ def test_workers_are_started_as_the_user_s_loader_says():
             return self.mark
 
     options = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": mark}
-    copy = served(Own(Marked(), **options))
+    copy = served(StatefulDataLoader(Marked(), **options))  # a class that keeps the context as its own
     inner, _ = copy.replay._inner_loader(copy.replay.next_pass(), (1,))
     assert inner.multiprocessing_context.get_start_method() == "fork"
     assert [float(batch) for batch in copy] == [10.0, 11.0, 10.0, 11.0]
