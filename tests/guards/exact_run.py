@@ -116,7 +116,6 @@ def loaders(kind: str):
         "shuffle": lambda: shuffled(Rows(23)),
         "generator": lambda: shuffled(Rows(23), generator=torch.Generator().manual_seed(5)),
         "whim": lambda: plain(Rows(23), sampler=Whim(23)),
-        "persistent": lambda: shuffled(Rows(23), persistent_workers=True),
         "rows": lambda: shuffled(Rows(12), batch_size=None),
         "stream": lambda: plain(Stream(23)),
         "sized": lambda: plain(SizedStream(24)),
