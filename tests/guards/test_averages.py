@@ -111,7 +111,6 @@ def test_the_decay_grows_from_a_tenth_to_its_value():
     assert [decay_at(update, 0.999, True) for update in (0, 1, 8)] == [1 / 10, 2 / 11, 9 / 18]
     assert decay_at(8989, 0.999, True) < 0.999
     assert decay_at(8990, 0.999, True) == decay_at(0, 0.999, False) == 0.999
-    assert EMA(horizon_steps=150).decay == 1 - 1 / 150
     module = Counter()
     fit(module, EMA(), steps=2, val_check_interval=1)
     assert module.seen[1] == pytest.approx(0.9)
