@@ -370,7 +370,6 @@ class TailAverage(WeightAverage):
     Args:
         horizon_steps: optimizer steps of a window, as `trainer.global_step` counts them; 500 is that of the source. For
             long runs about one percent of the steps.
-        every_n_steps: steps between two weights that are taken in; a divisor of `horizon_steps`.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
 
     Raises:
@@ -382,16 +381,11 @@ class TailAverage(WeightAverage):
 
     NAME: ClassVar[str] = "tail_average"
 
-    def __init__(self, horizon_steps: int = 500, every_n_steps: int = 1, validate: bool = True) -> None:
+    def __init__(self, horizon_steps: int = 500, validate: bool = True) -> None:
         if horizon_steps < 1:
             raise UsageError(f"TailAverage: horizon_steps={horizon_steps}: give at least 1")
-        if every_n_steps < 1 or horizon_steps % every_n_steps:
-            raise UsageError(
-                f"TailAverage: every_n_steps={every_n_steps} does not divide horizon_steps={horizon_steps}: give a "
-                "divisor"
-            )
         super().__init__(validate)
-        self.horizon_steps, self.every_n_steps = horizon_steps, every_n_steps
+        self.horizon_steps = horizon_steps
         self._taken = self._windows = 0  # weights in the running window, windows that have ended
         self._begun = self._end = 0  # steps at which the running window begins and ends; no end is known yet
 
@@ -403,16 +397,13 @@ class TailAverage(WeightAverage):
         self._begun = self.step
 
     def advance(self, trainer: Any) -> None:
-        """Take in the weights if it is their turn, and end the window where it ends."""
+        """Take in the weights, and end the window where it ends."""
         assert self.weights is not None
         self._plan(trainer.max_steps)
-        here = trainer.global_step
-        if (here - self._end) // self.every_n_steps == (self.step - self._end) // self.every_n_steps:
-            return
         self._taken += 1
         for kind in (_RUNNING, *([] if self._windows else [MEAN])):
             self.weights.move(self.terms[kind], 1 / self._taken)
-        if here >= self._end:
+        if (here := trainer.global_step) >= self._end:
             self.terms = {MEAN: self.terms[_RUNNING], _RUNNING: self.terms[MEAN]}
             self._begun, self._taken, self._windows = self._end, 0, self._windows + 1
             self._end = window_end(here, trainer.max_steps, self.horizon_steps)

@@ -125,13 +125,6 @@ def test_a_tail_average_ends_as_the_mean_over_the_last_steps():
     assert {step: module.seen[step] for step in means} == pytest.approx(means)
 
 
-def test_a_tail_average_may_take_in_every_second_step_only():
-    module = Counter()
-    fit(module, TailAverage(horizon_steps=4, every_n_steps=2), steps=8, val_check_interval=1)
-    means = {1: 0, 2: 2, 3: 2, 4: 3, 6: 3, 7: 3, 8: 7}
-    assert {step: module.seen[step] for step in means} == pytest.approx(means)
-
-
 @pytest.mark.parametrize(
     ("max_steps", "means"),
     [
