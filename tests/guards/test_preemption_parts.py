@@ -319,17 +319,6 @@ def test_outside_the_main_thread_it_only_knows_the_time(tmp_path):
     assert isinstance(ended[1], Preempted)
 
 
-def in_a_fork(act):
-    """The exit code of a forked process that calls `act` and then leaves with what it returns."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(act())
-        except KeyboardInterrupt:
-            os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_forked_process_acts_as_without_the_handlers(number):
@@ -338,7 +327,14 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
     ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
     ours.install()
     try:
-        code = in_a_fork(lambda: (os.kill(os.getpid(), number), time.sleep(60), 0)[-1])
+        if (child := os.fork()) == 0:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         ours.restore()
         signal.signal(number, before)

@@ -670,17 +670,8 @@ def test_lightnings_last_and_best_lead_here_and_evaluating_them_leaves_the_best_
 # ---- other CheckpointIOs
 
 
-class Plain(pl.plugins.CheckpointIO):
-    """A user's own: torch.save."""
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        torch.save(checkpoint, path)
-
-    def load_checkpoint(self, path, map_location=None, weights_only=None):
-        return torch.load(path, map_location)
-
-    def remove_checkpoint(self, path):
-        os.remove(path)
+class Plain(pl.plugins.TorchCheckpointIO):
+    """A user's own."""
 
 
 @pytest.mark.parametrize("io", [Plain, pl.plugins.AsyncCheckpointIO])
