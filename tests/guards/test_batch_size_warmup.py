@@ -393,7 +393,7 @@ def test_runs_that_it_cannot_change_are_refused_in_one_line():
     warmup = BatchSizeWarmup(STAGES, lr_rule="sqrt")
     with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Foreign optimizes manually[^\n]*$"):
         fit(Foreign(manual=True), BatchSizeWarmup({0: 1}), accumulate_grad_batches=1)
-    with pytest.raises(UsageError, match=r"^callbacks: BatchSizeWarmup and GradientAccumulationScheduler[^\n]*$"):
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: with GradientAccumulationScheduler the batch [^\n]*$"):
         fit(Foreign(), warmup, GradientAccumulationScheduler({0: 4}))
     with pytest.raises(UsageError, match=r"^BatchSizeWarmup: StepLR sets the learning rate \(interval epoch[^\n]*$"):
         fit(Stepped(), warmup)
