@@ -129,7 +129,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
     # the size of the batch
     ("BatchSizeWarmup", "", r"UsageError: BatchSizeWarmup: \w+ optimizes manually", _MANUAL),
     ("BatchSizeWarmup", "", r"BatchSizeWarmup\.stages=\{0: 1\}: the last stage must be", _BATCH),
-    ("BatchSizeWarmup", "", r"callbacks: BatchSizeWar", "sets the batch by GradientAccumulationScheduler as well"),
+    ("BatchSizeWarmup", "", r"BatchSizeWarmup: with", "sets the batch by GradientAccumulationScheduler as well"),
     ("BatchSizeWarmup", r"test_manual_optimization\.py::test_lr_schedulers", "DID NOT WARN", _MANUAL),
     (
         "BatchSizeWarmup",

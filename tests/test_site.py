@@ -193,10 +193,8 @@ def test_an_entry_documents_every_argument(entries):
 def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(out):
     text = (out / "docs/reference/callbacks.md").read_text(encoding="utf-8")
     entry = text.partition("## EMA ")[2].partition("\n## ")[0]
-    assert (
-        "from lightning_tricks import EMA\n\nEMA(\n    decay: float = 0.999,\n    horizon_steps: float | None = None,"
-        in entry
-    )
+    signature = "EMA(decay: float = 0.999, warmup: bool = True, validate: bool = True)"
+    assert f"from lightning_tricks import EMA\n\n{signature}" in entry
     assert "- `decay` (`float`, default `0.999`): share of the average that stays at each step." in entry
     assert "- `UsageError`: an option out of range;" in entry
     assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry

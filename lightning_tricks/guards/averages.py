@@ -1,6 +1,5 @@
 """EMA and TailAverage keep an average of the weights beside them, and validate with it."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,6 @@ from lightning_tricks.parallel.shard import drop_gathered
 
 __all__ = ["EMA", "TailAverage"]
 
-DECAY = 0.999
 _RUNNING = "running"
 
 
@@ -302,38 +300,25 @@ class EMA(WeightAverage):
 
     Args:
         decay: share of the average that stays at each step. 0.999, as in Lightning's EMAWeightAveraging and in torch.
-        horizon_steps: another way to give the decay: 1 - 1 / horizon_steps. An old step has lost half of its share
-            after 0.69 * horizon_steps steps.
+            An old step has lost half of its share after 0.69 / (1 - decay) steps.
         warmup: begin with a small decay, so that the first weights are soon forgotten, see `decay_at`.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
 
     Raises:
-        UsageError: an option out of range; both `decay` and `horizon_steps`; DeepSpeed, FSDP1 or Lightning's
-            ModelParallelStrategy; two of them in one Trainer, or beside a TailAverage if both validate; at a resume,
-            an average of other weights.
+        UsageError: an option out of range; DeepSpeed, FSDP1 or Lightning's ModelParallelStrategy; two of them in one
+            Trainer, or beside a TailAverage if both validate; at a resume, an average of other weights.
 
-    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046; `horizon_steps` is TAU in
+    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;
         https://github.com/KellerJordan/modded-nanogpt/pull/325.
     """
 
     NAME: ClassVar[str] = "ema"
 
-    def __init__(
-        self,
-        decay: float = DECAY,
-        horizon_steps: float | None = None,
-        warmup: bool = True,
-        validate: bool = True,
-    ) -> None:
+    def __init__(self, decay: float = 0.999, warmup: bool = True, validate: bool = True) -> None:
         if not 0 < decay < 1:
             raise UsageError(f"EMA: decay={decay}: give a number between 0 and 1, such as 0.999")
-        if horizon_steps is not None and not 1 < horizon_steps < math.inf:
-            raise UsageError(f"EMA: horizon_steps={horizon_steps}: give a finite number above 1")
-        if horizon_steps is not None and decay != DECAY:
-            raise UsageError(f"EMA: decay={decay} and horizon_steps={horizon_steps} say the same: give one of them")
         super().__init__(validate)
-        self.decay = decay if horizon_steps is None else 1 - 1 / horizon_steps
-        self.horizon_steps, self.warmup = horizon_steps, warmup
+        self.decay, self.warmup = decay, warmup
         self._updates = 0  # of the average
 
     def begin(self) -> None:
@@ -385,7 +370,6 @@ class TailAverage(WeightAverage):
     Args:
         horizon_steps: optimizer steps of a window, as `trainer.global_step` counts them; 500 is that of the source. For
             long runs about one percent of the steps.
-        every_n_steps: steps between two weights that are taken in; a divisor of `horizon_steps`.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
 
     Raises:
@@ -397,16 +381,11 @@ class TailAverage(WeightAverage):
 
     NAME: ClassVar[str] = "tail_average"
 
-    def __init__(self, horizon_steps: int = 500, every_n_steps: int = 1, validate: bool = True) -> None:
+    def __init__(self, horizon_steps: int = 500, validate: bool = True) -> None:
         if horizon_steps < 1:
             raise UsageError(f"TailAverage: horizon_steps={horizon_steps}: give at least 1")
-        if every_n_steps < 1 or horizon_steps % every_n_steps:
-            raise UsageError(
-                f"TailAverage: every_n_steps={every_n_steps} does not divide horizon_steps={horizon_steps}: give a "
-                "divisor"
-            )
         super().__init__(validate)
-        self.horizon_steps, self.every_n_steps = horizon_steps, every_n_steps
+        self.horizon_steps = horizon_steps
         self._taken = self._windows = 0  # weights in the running window, windows that have ended
         self._begun = self._end = 0  # steps at which the running window begins and ends; no end is known yet
 
@@ -418,16 +397,13 @@ class TailAverage(WeightAverage):
         self._begun = self.step
 
     def advance(self, trainer: Any) -> None:
-        """Take in the weights if it is their turn, and end the window where it ends."""
+        """Take in the weights, and end the window where it ends."""
         assert self.weights is not None
         self._plan(trainer.max_steps)
-        here = trainer.global_step
-        if (here - self._end) // self.every_n_steps == (self.step - self._end) // self.every_n_steps:
-            return
         self._taken += 1
         for kind in (_RUNNING, *([] if self._windows else [MEAN])):
             self.weights.move(self.terms[kind], 1 / self._taken)
-        if here >= self._end:
+        if (here := trainer.global_step) >= self._end:
             self.terms = {MEAN: self.terms[_RUNNING], _RUNNING: self.terms[MEAN]}
             self._begun, self._taken, self._windows = self._end, 0, self._windows + 1
             self._end = window_end(here, trainer.max_steps, self.horizon_steps)

@@ -178,7 +178,12 @@ class BatchSizeWarmup(pl.Callback):
         """Fix the stages; become the first callback, so that the hooks of others find the step's micro-batches set."""
         if stage != "fit":
             return
-        _refuse(trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            raise UsageError(
+                f"BatchSizeWarmup: {type(pl_module).__name__} optimizes manually, so the Trainer does not accumulate: "
+                "let the module count its micro-batches"
+            )
+        _refuse_others(trainer)
         self._trainer, self._begun = trainer, False
         self._buffer = MetricBuffer.of(trainer)
         self.accumulation = self.planned(trainer, trainer.datamodule, data_rank(trainer)[1])
@@ -297,22 +302,18 @@ def _factor(plan: Accumulation, rule: LRRule, step: int) -> float:
     return lr_factor(plan.at(step), plan.micro_batches[-1], rule)
 
 
-def _refuse(trainer: Any, pl_module: Any) -> None:
-    """Refuse a run whose number of micro-batches is not the Trainer's, or is changed by another callback."""
-    if not pl_module.automatic_optimization:
-        raise UsageError(
-            f"BatchSizeWarmup: {type(pl_module).__name__} optimizes manually, so the Trainer does not accumulate: let "
-            "the module count its micro-batches"
-        )
-    _refuse_others(trainer)
-
-
 def _refuse_others(trainer: Any) -> None:
+    """Refuse a number of micro-batches that the strategy or another callback sets."""
     if trainer.strategy.handles_gradient_accumulation:
         raise UsageError(
             f"BatchSizeWarmup: {type(trainer.strategy).__name__} has a fixed number of micro-batches in its engine: "
             "take DeepSpeedZeROStrategy"
         )
+    refuse_accumulation_of_others(trainer, "BatchSizeWarmup", "keep one of the two")
+
+
+def refuse_accumulation_of_others(trainer: Any, who: str, remedy: str) -> None:
+    """Refuse a callback, such as GradientAccumulationScheduler, that changes the micro-batches of a step in the run."""
     for callback in trainer.callbacks:
         if hasattr(callback, "get_accumulate_grad_batches"):
-            raise UsageError(f"callbacks: BatchSizeWarmup and {type(callback).__name__} both set the batch: keep one")
+            raise UsageError(f"{who}: with {type(callback).__name__} the batch of a step changes in the run: {remedy}")

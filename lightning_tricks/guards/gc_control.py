@@ -70,10 +70,6 @@ class GCControl(pl.Callback):
         """Give the collector back."""
         self._restore()
 
-    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Give the collector back, where training did not come to its end."""
-        self._restore()
-
     def _collect(self, freeze: bool) -> None:
         gc.collect()
         if freeze and self._freezes:

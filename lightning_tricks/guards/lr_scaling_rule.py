@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import data_rank, micro_batch
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor
+from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor, refuse_accumulation_of_others
 
 __all__ = ["LRScalingRule"]
 
@@ -58,12 +58,8 @@ class LRScalingRule(pl.Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the factor over the run's schedule, before a checkpoint is loaded."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "get_accumulate_grad_batches"):
-                raise UsageError(
-                    f"LRScalingRule: with {type(callback).__name__} the batch of a step changes in the run: take "
-                    "BatchSizeWarmup, or leave LRScalingRule out"
-                )
+        remedy = "take BatchSizeWarmup, or leave LRScalingRule out"
+        refuse_accumulation_of_others(trainer, "LRScalingRule", remedy)
         self._factor = 1.0
         self._accumulated: int = trainer.accumulate_grad_batches  # the recipe's: BatchSizeWarmup sets its own later
         self._rates = LearningRates(trainer, "LRScalingRule", self._factor_at)

@@ -9,7 +9,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import data_rank, micro_batch, planned_data_ranks, step_limit
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
+from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup, refuse_accumulation_of_others
 
 __all__ = ["TotalTokens"]
 
@@ -87,12 +87,7 @@ class TotalTokens(pl.Callback):
         name = f"total_tokens={self.total_tokens}"
         if trainer.max_steps != -1:
             raise UsageError(f"{name} and trainer.max_steps={trainer.max_steps}: give one of them")
-        for callback in trainer.callbacks:
-            if hasattr(callback, "get_accumulate_grad_batches"):
-                raise UsageError(
-                    f"{name}: with {type(callback).__name__} the tokens of a step change in the run: take "
-                    "BatchSizeWarmup, or set trainer.max_steps"
-                )
+        refuse_accumulation_of_others(trainer, name, "take BatchSizeWarmup, or set trainer.max_steps")
 
     def _micro_batch(self, data: Any) -> int:
         """Tokens in one micro-batch of one process."""

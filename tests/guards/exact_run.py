@@ -10,6 +10,7 @@ import signal
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -115,7 +116,6 @@ def loaders(kind: str):
         "shuffle": lambda: shuffled(Rows(23)),
         "generator": lambda: shuffled(Rows(23), generator=torch.Generator().manual_seed(5)),
         "whim": lambda: plain(Rows(23), sampler=Whim(23)),
-        "persistent": lambda: shuffled(Rows(23), persistent_workers=True),
         "rows": lambda: shuffled(Rows(12), batch_size=None),
         "stream": lambda: plain(Stream(23)),
         "sized": lambda: plain(SizedStream(24)),
@@ -169,6 +169,8 @@ class Foreign(pl.LightningModule):
         torch.rand(3), random.random(), np.random.rand()  # a resumed run draws these once more
 
     def validation_step(self, batch, batch_idx):
+        if self.kill_at == -self.trainer.global_step:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.log("val", self.net(batch.view(-1, 4)).mean())
 
     def on_validation_epoch_end(self):
@@ -184,8 +186,16 @@ class Foreign(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None = None, **options) -> None:
-    """Train from `folder`/last.ckpt, if there, to the end; log into `folder`/log.RANK."""
+def run(folder: Path, kind: str, kill_at: int | None = None, saver: Any = None, **options) -> None:
+    """Train from `folder`/last.ckpt, if there, to the end; log into `folder`/log.RANK.
+
+    Args:
+        folder: of the run.
+        kind: of the data, see `loaders`.
+        kill_at: number of a micro-batch, from 1; -N for the validation after step N.
+        saver: options of ModelCheckpoint, or a function of the folder that makes another one.
+        options: of the run, most of them the Trainer's.
+    """
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -199,12 +209,13 @@ def run(folder: Path, kind: str, kill_at: int | None = None, saver: dict | None 
         options = {"strategy": "ddp", "devices": world} | options
         if options["strategy"] == "fsdp2":
             options["strategy"] = FSDP2Strategy()
-    pl.seed_everything(options.pop("seed", 3), verbose=False)
+    pl.seed_everything(3, verbose=False)
     folder.mkdir(exist_ok=True)
-    settings = {"every_n_train_steps": 2, "save_top_k": 0} | (saver or {})
-    callbacks = [ModelCheckpoint(folder, save_last=True, **settings), *([ExactResume()] * options.pop("exact", True))]
+    if not callable(saver):
+        settings = {"every_n_train_steps": 2, "save_top_k": 0, "save_last": True} | (saver or {})
+        saver = partial(ModelCheckpoint, **settings)
     defaults = {"max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0, "logger": False}
-    trainer, last = trainer_with(*callbacks, **defaults | options), folder / "last.ckpt"
+    trainer, last = trainer_with(saver(folder), ExactResume(), **defaults | options), folder / "last.ckpt"
     feed = loaders(kind), DataLoader(torch.ones(2, 4))
     trainer.fit(Foreign(folder / f"log.{rank}", kill_at), *feed, ckpt_path=last if last.exists() else None)
     if world > 1:

@@ -60,11 +60,10 @@ class Uneven(IterableDataset):
 
 
 class Module(pl.LightningModule):
-    def __init__(self, stands: Stands, manual: bool = False) -> None:
+    def __init__(self, stands: Stands) -> None:
         import torch
 
         super().__init__()
-        self.automatic_optimization = not manual
         self.stands = stands
         self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
 
@@ -75,17 +74,12 @@ class Module(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.stands.steps = self.trainer.global_step
-        self.stands.at("between steps")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.stands.at("forward")
         loss = self(batch)
         loss.register_hook(lambda _: self.stands.at("backward"))
-        if self.automatic_optimization:
-            return loss
-        self.manual_backward(loss)
-        self.optimizers().step()
-        return None
+        return loss
 
     def on_validation_start(self) -> None:
         self.stands.steps = self.trainer.global_step
@@ -121,11 +115,11 @@ def trainer_with(*callbacks: Any, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def fit(stands: Stands, *callbacks: Any, workers: int = 0, manual: bool = False, **options: Any) -> Any:
+def fit(stands: Stands, *callbacks: Any, workers: int = 0, **options: Any) -> Any:
     """Train six steps, with a validation of three batches after the third."""
     trainer = trainer_with(*callbacks, **options)
     train = DataLoader(Rows(stands, "training loader"), num_workers=workers)
-    trainer.fit(Module(stands, manual), train, DataLoader(Rows(stands, "validation loader")))
+    trainer.fit(Module(stands), train, DataLoader(Rows(stands, "validation loader")))
     return trainer
 
 

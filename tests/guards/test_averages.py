@@ -117,22 +117,11 @@ def test_the_decay_grows_from_a_tenth_to_its_value():
     assert module.seen[2] == pytest.approx(0.9 * 2 / 11 + 2 * 9 / 11)
 
 
-def test_a_horizon_is_another_word_for_the_decay():
-    assert EMA(horizon_steps=150).decay == 1 - 1 / 150
-
-
 def test_a_tail_average_ends_as_the_mean_over_the_last_steps():
     module = Counter()
     fit(module, TailAverage(horizon_steps=4), steps=10, val_check_interval=1)
     # windows end at 2, 6 and 10; until 2 the mean since the start
     means = {0: 0, 1: 1, 2: 1.5, 5: 1.5, 6: 4.5, 7: 4.5, 8: 4.5, 10: 8.5}
-    assert {step: module.seen[step] for step in means} == pytest.approx(means)
-
-
-def test_a_tail_average_may_take_in_every_second_step_only():
-    module = Counter()
-    fit(module, TailAverage(horizon_steps=4, every_n_steps=2), steps=8, val_check_interval=1)
-    means = {1: 0, 2: 2, 3: 2, 4: 3, 6: 3, 7: 3, 8: 7}
     assert {step: module.seen[step] for step in means} == pytest.approx(means)
 
 
@@ -426,24 +415,13 @@ def test_a_strategy_with_weights_in_another_form_is_refused(name):
         EMA().setup(SimpleNamespace(strategy=strategy, callbacks=[]), Net(), "fit")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda saved: saved.pop("net.4.bias"), "an average of 'net.4.bias' (4,), which is trained here, and has none"),
-        (
-            lambda saved: saved.update({"net.4.bias": torch.ones(2)}),
-            "'net.4.bias' (4,), which is trained here, and has o",
-        ),
-    ],
-)
-def test_an_average_of_other_weights_is_refused_by_name(change, words, tmp_path):
+def test_an_average_of_other_weights_is_refused_by_name(tmp_path):
     fit(Net(), EMA(), SafeCheckpoint(tmp_path), steps=2)
     checkpoint = torch.load(tmp_path / "last.ckpt")
-    change(checkpoint["averages"]["ema"]["weights"]["mean"])
+    checkpoint["averages"]["ema"]["weights"]["mean"]["net.4.bias"] = torch.ones(2)
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(UsageError) as caught:
+    line = rf"^ckpt_path={tmp_path}/other.ckpt: it should have an average of 'net.4.bias' \(4,\), .* has one of shape"
+    with pytest.raises(UsageError, match=line):
         fit(Net(), EMA(), ckpt_path=tmp_path / "other.ckpt", steps=4)
-    assert str(caught.value).startswith(f"ckpt_path={tmp_path / 'other.ckpt'}: it should have ")
-    assert words in str(caught.value)
     with pytest.raises(UsageError, match=r"^average=emma: .* holds no such average of the weights: it holds ema$"):
         load_weights(Net(), tmp_path / "last.ckpt", average="emma")

@@ -183,12 +183,6 @@ def test_the_rule_multiplies_the_schedule_of_every_group(rule):
         assert said[-1] == [module.schedule.lr(0.05 * scale, step, 8) * factor for scale in groups]
 
 
-def test_without_a_scheduler_the_rule_multiplies_the_optimizers_own_rate():
-    module = Foreign()
-    fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
-    assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
-
-
 def test_the_rate_of_an_optimizer_inside_deepspeeds_is_that_of_its_groups():
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     trainer = SimpleNamespace(optimizers=[SimpleNamespace(optimizer=inner)], lr_scheduler_configs=[])
@@ -197,14 +191,16 @@ def test_the_rate_of_an_optimizer_inside_deepspeeds_is_that_of_its_groups():
 
 
 def test_steps_that_a_scheduler_has_not_counted_have_their_own_factor():
-    class Held(Foreign):
+    class Held(WithGroups):
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            if self.trainer.global_step != 2:  # as after an overflow of fp16
+            if self.trainer.global_step != 3:  # as after an overflow of fp16 in the third step
                 super().lr_scheduler_step(scheduler, metric)
 
     module = Held()
     fit(module, BatchSizeWarmup(STAGES, lr_rule="linear"))
-    assert [said[-1] for said in module.steps.values()] == [[0.05 * size / 4] for size in SIZES]
+    counted = [0, 1, 2, 2, 3, 4, 5, 6]
+    rates = [module.schedule.lr(0.05, step, 8) * size / 4 for step, size in zip(counted, SIZES, strict=True)]
+    assert [max(said[-1]) for said in module.steps.values()] == rates
 
 
 # ---- a resume
@@ -397,7 +393,7 @@ def test_runs_that_it_cannot_change_are_refused_in_one_line():
     warmup = BatchSizeWarmup(STAGES, lr_rule="sqrt")
     with pytest.raises(UsageError, match=r"^BatchSizeWarmup: Foreign optimizes manually[^\n]*$"):
         fit(Foreign(manual=True), BatchSizeWarmup({0: 1}), accumulate_grad_batches=1)
-    with pytest.raises(UsageError, match=r"^callbacks: BatchSizeWarmup and GradientAccumulationScheduler[^\n]*$"):
+    with pytest.raises(UsageError, match=r"^BatchSizeWarmup: with GradientAccumulationScheduler the batch [^\n]*$"):
         fit(Foreign(), warmup, GradientAccumulationScheduler({0: 4}))
     with pytest.raises(UsageError, match=r"^BatchSizeWarmup: StepLR sets the learning rate \(interval epoch[^\n]*$"):
         fit(Stepped(), warmup)

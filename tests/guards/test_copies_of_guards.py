@@ -3,11 +3,15 @@
 import copy
 import inspect
 import pickle
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
+from harness.models import Small, adamw, nothing
+from harness.runs import trainer_with
+from schedulefree import AdamWScheduleFree
 from torch.utils.data import DataLoader
 
 from lightning_tricks import callbacks
@@ -28,42 +32,32 @@ EXAMPLES = {
 TOGETHER = ["StepGuard", "SpikeRollback", "EMA", "SafeCheckpoint", "ExactResume", "HangWatchdog", "Preemption"]
 
 
-class Model(pl.LightningModule):
-    def __init__(self, fails=False, schedule_free=False):
-        super().__init__()
-        self.layer, self.fails, self.schedule_free = torch.nn.Linear(2, 1), fails, schedule_free
-
-    def training_step(self, batch, batch_idx):
-        if self.fails and batch_idx == 2:
-            raise ArithmeticError
-        return self.layer(batch).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.layer(batch).mean())
-
-    def configure_optimizers(self):
-        if self.schedule_free:
-            from schedulefree import AdamWScheduleFree
-
-            return AdamWScheduleFree(self.parameters(), lr=0.1)
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
-        schedule = ScheduleLR(optimizer, WarmupStableDecay(warmup_steps=1, decay_fraction=0.5), total_steps=8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+def fail(module, batch):
+    if len(module.losses) == 2:
+        raise ArithmeticError
 
 
-def trainer_with(folder, names, **options):
-    made = [getattr(callbacks, name)(**EXAMPLES.get(name, {})) for name in names]
-    return pl.Trainer(
-        callbacks=made, default_root_dir=folder, accelerator="cpu",
-        devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        **{"enable_checkpointing": "SafeCheckpoint" in names, "log_every_n_steps": 1, "max_epochs": -1,
+def schedule(optimizer):
+    return ScheduleLR(optimizer, WarmupStableDecay(warmup_steps=1, decay_fraction=0.5), total_steps=8)
+
+
+def model(name="", **options):
+    if name == "ScheduleFree":
+        return Small(2, 1, optimizer=partial(AdamWScheduleFree, lr=0.1), **options)
+    return Small(2, 1, optimizer=adamw, schedule=schedule, **options)
+
+
+def trainer_of(folder, names, **options):
+    return trainer_with(
+        *(getattr(callbacks, name)(**EXAMPLES.get(name, {})) for name in names),
+        **{"default_root_dir": folder, "logger": False, "log_every_n_steps": 1, "max_epochs": -1,
            "max_steps": -1 if "TotalTokens" in names else 4,
            "accumulate_grad_batches": 2 if "BatchSizeWarmup" in names else 1} | options,
     )  # fmt: skip
 
 
 def fit(trainer, module, ckpt_path=None):
-    trainer.fit(module, DataLoader(torch.ones(8, 2)), DataLoader(torch.ones(1, 2)), ckpt_path=ckpt_path)
+    trainer.fit(module, val_dataloaders=DataLoader(torch.ones(1, 2)), ckpt_path=ckpt_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -71,9 +65,9 @@ def fit(trainer, module, ckpt_path=None):
 @pytest.mark.parametrize("name", GUARDS)
 def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path, name, fails):
     if name == "InitFrom":
-        torch.save({"state_dict": Model().state_dict()}, tmp_path / "weights.ckpt")
+        torch.save({"state_dict": model().state_dict()}, tmp_path / "weights.ckpt")
         EXAMPLES[name] = {"path": str(tmp_path / "weights.ckpt")}
-    trainer, module = trainer_with(tmp_path, [name]), Model(fails, name == "ScheduleFree")
+    trainer, module = trainer_of(tmp_path, [name]), model(name, act=fail if fails else nothing)
     if fails:
         with pytest.raises(ArithmeticError):
             fit(trainer, module)
@@ -89,11 +83,11 @@ def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path,
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_second_fit_goes_on_in_a_new_process(tmp_path):
-    first = trainer_with(tmp_path, TOGETHER)
-    fit(first, module := Model())
-    second = trainer_with(tmp_path, [], strategy=processes.ddp_pickled(), max_steps=8)
+    first = trainer_of(tmp_path, TOGETHER)
+    fit(first, module := model())
+    second = trainer_of(tmp_path, [], strategy=processes.ddp_pickled(), max_steps=8)
     second.callbacks = [*first.callbacks]
-    before = module.layer.weight.clone()
+    before = module.net[0].weight.clone()
     fit(second, module, tmp_path / "checkpoints/last.ckpt")
     assert second.checkpoint_callback.best_model_path == str(tmp_path / "checkpoints/step=8.ckpt")
-    assert not torch.equal(before, module.layer.weight)
+    assert not torch.equal(before, module.net[0].weight)

@@ -5,6 +5,7 @@ import signal
 import warnings
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_tricks import ExactResume
+from lightning_tricks import ExactResume, SafeCheckpoint
 from lightning_tricks.data import ShardWriter, TokenData
 
 UNTRUE = "ended before the epoch ended"  # a warning of Lightning's
@@ -26,9 +27,10 @@ BY_STEPS = {"max_steps": 20, "max_epochs": -1}
 NEVER = {"limit_val_batches": 0}
 OVER_EPOCHS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
 BY_METRIC = {"every_n_train_steps": 0, "every_n_epochs": 1, "monitor": "val", "save_top_k": 1}
+SAFE = partial(SafeCheckpoint, every_n_train_steps=2)
 ALWAYS = {"every_n_train_steps": 0, "train_time_interval": timedelta(0)}
 # Each kind of loader at every batch: test_exact_resume_parts.py. Here, name: (loaders, options of the run, the
-# micro-batches at which it is killed, one after the other). 12 are an epoch.
+# micro-batches at which it is killed, one after the other; -N is the validation after step N). 12 are an epoch.
 CASES = {
     "the first batch, mid-epoch, the epoch's last batch, the next one's first, mid-epoch": (
         "shuffle", {}, [1, 5, 12, 13, 15]
@@ -44,6 +46,7 @@ CASES = {
     "max_steps, no validation": ("shuffle", BY_STEPS | NEVER, [13, 15]),
     "validation across epochs": ("shuffle", BY_STEPS | OVER_EPOCHS, [13]),
     "validation in mid-window": ("shuffle", {"val_check_interval": 3, "accumulate_grad_batches": 2}, [5]),
+    "SafeCheckpoint, in a validation": ("shuffle", {"val_check_interval": 6, "saver": SAFE}, [5, -6]),
     "saves by a metric": ("shuffle", {"val_check_interval": 0.5, "saver": BY_METRIC}, [7, 15]),
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """The parts of ExactResume: seeds, the order of samplers, positions in any batch of any loader."""
 
-import multiprocessing
 import pickle
 import random
 import warnings
@@ -11,8 +10,8 @@ import pytest
 import torch
 from exact_run import Rows, Stream, loaders
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_tricks._core.random_state import random_state
 from lightning_tricks.guards.exact_resume.loaders import Worker, can_be_replayed, replayed
@@ -187,35 +186,9 @@ def test_a_sampler_that_says_where_it_is_goes_on_from_there():
     assert [float(batch) for batch in again] == [2, 6]
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda data: RandomSampler(data, replacement=True, num_samples=70, generator=torch.Generator().manual_seed(1)),
-        lambda data: WeightedRandomSampler([0.1, 0.9, 0.4] * 4, 12),
-        lambda data: DistributedSampler(data, num_replicas=2, rank=1),
-    ],
-)
-def test_samplers_of_torch_serve_the_same_order_again(sampler):
-    def loader():
-        data = Rows(12)
-        return DataLoader(data, batch_size=2, sampler=sampler(data))
-
-    position, rest = after(loader(), 3)
-    assert bits(served(loader(), position)) == bits(rest)
-
-
 @pytest.mark.long
 def test_workers_are_started_as_the_user_s_loader_says():
     """In the context and with the function that it names."""
-
-    class Own(DataLoader):  # as a class of its own keeps it
-        @property
-        def multiprocessing_context(self):
-            return self.__context
-
-        @multiprocessing_context.setter
-        def multiprocessing_context(self, context):
-            self.__context = multiprocessing.get_context(context) if isinstance(context, str) else context
 
     def mark(worker):
         get_worker_info().dataset.mark = 10.0 + worker
@@ -227,7 +200,7 @@ def test_workers_are_started_as_the_user_s_loader_says():
             return self.mark
 
     options = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": mark}
-    copy = served(Own(Marked(), **options))
+    copy = served(StatefulDataLoader(Marked(), **options))  # a class that keeps the context as its own
     inner, _ = copy.replay._inner_loader(copy.replay.next_pass(), (1,))
     assert inner.multiprocessing_context.get_start_method() == "fork"
     assert [float(batch) for batch in copy] == [10.0, 11.0, 10.0, 11.0]

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from harness.preloaded import left_over, python
-from harness.processes import free_port
+from harness.processes import LAUNCHED, free_port
 
 pytestmark = pytest.mark.long
 
 PROGRAM = Path(__file__).with_name("hung_run.py")
-LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
 
 
 # each program by a name: its launcher, and the options of `hung_run.main`

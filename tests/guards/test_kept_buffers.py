@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness.runs import fit
-from test_step_guard import BAD, EARLY, OPTIMIZERS, STEPS, batches, loss_of
+from test_step_guard import BAD, EARLY, OPTIMIZERS, STEPS, ByHand, batches, loss_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
@@ -113,29 +113,8 @@ def test_a_healthy_run_and_a_graph_that_lives_on_see_no_write():
     loss.backward()  # the graph has saved running statistics and tables
 
 
-class ByHand(pl.LightningModule):
-    """Two optimizers with a network each; one batch is bad for the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.one, self.two = network(), network()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for index, (net, optimizer) in enumerate(zip((self.one, self.two), self.optimizers(), strict=True)):
-            optimizer.zero_grad()
-            self.manual_backward(loss_of(net, batch * (math.nan if index and batch_idx == BAD else 1.0)))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [OPTIMIZERS["fused AdamW"](net.parameters()) for net in (self.one, self.two)]
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(batches(STEPS), batch_size=None)
-
-
 def test_by_hand_the_other_optimizers_forward_passes_stay():
-    model = ByHand()
+    model = ByHand(network)
     quietly(model, StepGuard(**EARLY), max_steps=2 * STEPS)
     assert_equal(model.one.state_dict(), without_the_steps(()))
     assert_equal(model.two.state_dict(), without_the_steps((BAD,)))

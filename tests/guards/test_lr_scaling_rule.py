@@ -89,25 +89,20 @@ def test_with_a_growing_batch_it_scales_to_the_last_stage_and_both_factors_multi
     assert found == scaled(scheduler, [2, 2, 4, 4, 4, 4])
 
 
+ALONE = DataLoader([torch.ones(3, 4)] * 20, batch_size=None)
+GROWS = pl.callbacks.GradientAccumulationScheduler({0: 4})
+SAYS_NOT = r"neither data module nor loader tells the micro-batch"
+
+
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("schedule", "callbacks", "options", "line"),
     [
-        ({"reference_batch_tokens": 4}, r"neither data module nor loader tells the micro-batch \(seq_len and"),
-        ({"reference_batch_samples": 4}, r"neither data module nor loader tells the micro-batch \(micro_batch_size or"),
+        ("ours", [LRScalingRule(4)], {"data": ALONE}, rf"{SAYS_NOT} \(seq_len and"),
+        ("ours", [LRScalingRule(None, 4)], {"data": ALONE}, rf"{SAYS_NOT} \(micro_batch_size or"),
+        ("ours", [LRScalingRule(12), GROWS], {"accumulate_grad_batches": 1}, "with GradientAccumulationScheduler the "),
+        ("torch", [LRScalingRule(12)], {}, r"StepLR sets the learning rate \(interval step"),
     ],
 )
-def test_a_reference_that_cannot_be_is_refused_in_one_line(options, line):
-    batches = DataLoader([torch.ones(3, 4)] * 20, batch_size=None)
+def test_what_it_cannot_scale_is_refused_in_one_line(schedule, callbacks, options, line):
     with pytest.raises(UsageError, match=f"^LRScalingRule[^\n]*{line}[^\n]*$"):
-        fit(model(), LRScalingRule(**options), data=batches)
-
-
-def test_a_batch_that_another_callback_changes_is_refused_in_one_line():
-    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 4})
-    with pytest.raises(UsageError, match=r"^LRScalingRule: with GradientAccumulationScheduler the batch [^\n]*$"):
-        fit(model(), LRScalingRule(12), scheduler, accumulate_grad_batches=1)
-
-
-def test_a_scheduler_of_torch_is_refused_in_one_line():
-    with pytest.raises(UsageError, match=r"^LRScalingRule: StepLR sets the learning rate \(interval step[^\n]*$"):
-        fit(model("torch"), LRScalingRule(12))
+        fit(model(schedule), *callbacks, **options)

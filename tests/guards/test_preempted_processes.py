@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness.preloaded import left_over, python
-from harness.processes import free_port, threads
+from harness.processes import LAUNCHED, free_port, threads
 from harness.token_files import write_token_files
 
 pytestmark = pytest.mark.long
@@ -71,7 +71,6 @@ class Tells(pl.Callback):
     def on_exception(self, trainer, pl_module, exception):
         Path(f"code{trainer.global_rank}").write_text(str(getattr(exception, "code", repr(exception))))
 """
-LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_GLOBAL_SEED")
 
 
 def start(folder: Path, *command: str, tell: int = 0, ranks: object = (), **env: str) -> subprocess.Popen:

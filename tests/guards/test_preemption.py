@@ -81,11 +81,6 @@ def test_two_processes(together, place, how, ranks):
         assert (folder / case / name).read_text() == (folder / "unbroken" / name).read_text()
 
 
-def test_every_reason_and_every_choice_of_ranks_occurs():
-    assert {how for _, how in ALONE} == {how for _, how, _ in PAIRS} == set(HOWS)
-    assert {ranks for _, _, ranks in PAIRS} == set(RANKS)
-
-
 @pytest.mark.long
 def test_a_rank_that_is_told_in_the_last_step_lets_the_run_end(together):
     assert [results["last step-SIGTERM-1"]["code"] for results in together[1:]] == [None, None]

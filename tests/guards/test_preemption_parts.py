@@ -319,17 +319,6 @@ def test_outside_the_main_thread_it_only_knows_the_time(tmp_path):
     assert isinstance(ended[1], Preempted)
 
 
-def in_a_fork(act):
-    """The exit code of a forked process that calls `act` and then leaves with what it returns."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(act())
-        except KeyboardInterrupt:
-            os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_forked_process_acts_as_without_the_handlers(number):
@@ -338,7 +327,14 @@ def test_a_forked_process_acts_as_without_the_handlers(number):
     ours = StopSignals(dict.fromkeys(NUMBERS, Reason.SIGTERM))
     ours.install()
     try:
-        code = in_a_fork(lambda: (os.kill(os.getpid(), number), time.sleep(60), 0)[-1])
+        if (child := os.fork()) == 0:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         ours.restore()
         signal.signal(number, before)
@@ -395,16 +391,10 @@ def test_the_end_of_a_slurm_job_less_a_margin(environment, expected):
     assert seconds_left_in_job(environment, 5.0, now=1000.0) == expected
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        ({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
-    ],
-)
-def test_the_id_of_a_job(environment, expected):
-    assert job_id(environment) == expected
+def test_the_id_of_a_job():
+    array = {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+    found = [job_id(environment) for environment in ({}, {"SLURM_JOB_ID": "12"}, {"SLURM_JOB_ID": "12", **array})]
+    assert found == [None, "12", "10_3"]
 
 
 @pytest.fixture

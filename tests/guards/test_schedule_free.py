@@ -415,8 +415,6 @@ def ranks(rank: int, folder: Path, expected: tuple[list[float], list[float]]) ->
         assert resumed.losses == whole.losses[3:], name
         assert resumed.validated == whole.validated[2:], name
         assert same(local(resumed), local(whole)), name
-    if rank == 0:
-        torch.save(local(whole), folder / "end.pt")
 
 
 @pytest.mark.long

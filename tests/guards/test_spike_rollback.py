@@ -36,6 +36,11 @@ from lightning_tricks.guards.spike_rollback import Rollback, is_good
 EVILS = {"NaN batch": nan_at(120), "ruined moments": huge_at(120)}
 
 
+class Validated(Data):
+    def val_dataloader(self) -> Any:
+        return DataLoader([batch_of(9)], batch_size=None)
+
+
 @pytest.fixture(scope="module")
 def clean() -> float:
     return fit(Data()).final_loss()
@@ -184,13 +189,6 @@ def test_beside_step_guard_weights_that_an_accepted_step_destroyed_come_back():
         assert found.final_loss() < 1.0
 
 
-def test_every_callback_that_wants_to_know_is_told():
-    told, callback = [], pl.Callback()
-    callback.after_rollback = lambda: told.append(1)
-    fit(Data(nan_at(45)), rollbacks(), callback, steps=60)
-    assert told == [1]
-
-
 class LostError(Exception):
     """What a loader raises that cannot read its next batch."""
 
@@ -280,10 +278,6 @@ def test_the_run_is_saved_behind_a_rollback_and_a_resume_from_there_is_the_same_
 
     def averages() -> list[Any]:
         return [EMA(decay=0.9), TailAverage(horizon_steps=10, validate=False)]
-
-    class Validated(Data):
-        def val_dataloader(self) -> Any:
-            return DataLoader([batch_of(9)], batch_size=None)
 
     options = {"log_every_n_steps": log, "val_check_interval": 50, "num_sanity_val_steps": 0}
     data, kept, model = Validated(nan_at(45)), averages(), Model()
@@ -407,11 +401,6 @@ class Wide(Model):
         self.net(batch[0])
 
 
-class Validated(Data):
-    def val_dataloader(self) -> Any:
-        return DataLoader([batch_of(9)], batch_size=None)
-
-
 def test_a_spike_that_a_validation_reads_within_a_step_is_undone_behind_that_step():
     options = {"accumulate_grad_batches": 2, "val_check_interval": 101, "log_every_n_steps": 100}
     found = fit(Validated(nan_at(45)), rollbacks(), model=Wide(), steps=60, **options)
@@ -419,48 +408,30 @@ def test_a_spike_that_a_validation_reads_within_a_step_is_undone_behind_that_ste
     assert all(parameter.isfinite().all() for parameter in found.model.parameters())
 
 
-def strategy_of(name: str) -> Any:
-    return FSDP2Strategy() if name == "fsdp2" else name
-
-
-def of_two(rank: int, strategy: Any, home: Path | None, *callbacks: Any, **options: Any) -> Any:
-    """A run of which only rank 1 gets the bad batch."""
-    data, savers = Validated(nan_at(45) if rank == 1 else None), [saver(home, 5)] if home else []
-    options.update(strategy=strategy, devices=2, use_distributed_sampler=False)
-    return fit(data, *callbacks, *savers, model=Wide(), folder=home, **{"steps": 56, **options})
-
-
 def train_as_rank(rank: int, strategy: str, copies: int, folder: Path) -> None:
-    """With copies in memory the losses are read by the validation after step 49, which gathers FSDP2's shards."""
-    states, home, source = States(), None if copies else folder, 30 if copies else 40
+    """Only rank 1 gets the bad batch.
+
+    With copies in memory the losses are read by the validation after step 49, which gathers FSDP2's shards.
+    """
+    states, source = States(), 30 if copies else 40
     options = {"log_every_n_steps": 30, "val_check_interval": 25} if copies else {"limit_val_batches": 0}
-    found = of_two(rank, strategy_of(strategy), home, rollbacks(keep_snapshots=copies), states, **options)
+    found = fit(
+        Validated(nan_at(45) if rank == 1 else None), rollbacks(keep_snapshots=copies), states,
+        *([] if copies else [saver(folder, 5)]), model=Wide(), steps=56, folder=None if copies else folder, devices=2,
+        strategy=FSDP2Strategy() if strategy == "fsdp2" else strategy, use_distributed_sampler=False, **options,
+    )  # fmt: skip
     assert len(found.lines) == (rank == 0)
     for line in found.lines:
         assert "step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of" in line
-        assert f"step {source} again, from " + ("memory" if copies else str(home)) in line
+        assert f"step {source} again, from " + ("memory" if copies else str(folder)) in line
     assert same(states.at[50], states.at[source])
     assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
-    torch.save(state_of(found.trainer), folder / f"{rank}.pt")
-
-
-def resume_as_rank(rank: int, folder: Path) -> None:
-    options = {"limit_val_batches": 0, "ckpt_path": folder / "step=50.ckpt"}
-    again = of_two(rank, strategy_of("fsdp2"), folder / "again", rollbacks(), **options)
-    assert again.lines == []
-    assert same(state_of(again.trainer), torch.load(folder / f"{rank}.pt"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_all_ranks_go_back_together_each_with_its_own_shards(tmp_path, strategy):
-    run(train_as_rank, strategy, 3, tmp_path)
-
-
-@pytest.mark.long
-def test_shards_come_back_from_a_checkpoint_and_a_resume_from_behind_the_rollback_is_the_same_run(tmp_path):
-    run(train_as_rank, "fsdp2", 0, tmp_path)
-    run(resume_as_rank, tmp_path)
+@pytest.mark.parametrize(("strategy", "copies"), [("ddp", 3), ("fsdp2", 3), ("fsdp2", 0)])
+def test_all_ranks_go_back_together_each_with_its_own_shards_from_memory_or_a_checkpoint(tmp_path, strategy, copies):
+    run(train_as_rank, strategy, copies, tmp_path)
 
 
 # ---- costs and refusals

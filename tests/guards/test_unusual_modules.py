@@ -9,7 +9,7 @@ import torch
 from harness.models import batches
 from harness.runs import trainer_with
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_tricks import SafeCheckpoint, SpikeRollback, StepGuard
 from lightning_tricks.callbacks import ActivationMonitor, GradNormMonitor, UpdateMonitor
@@ -18,32 +18,6 @@ from lightning_tricks.guards.checkpoint_content import not_finite
 from lightning_tricks.guards.earlier_states import TrainingState
 
 NAN = float("nan")
-
-
-class Pair(Tensor):
-    """A tensor made of two, as those of torchao are."""
-
-    @staticmethod
-    def __new__(cls, first: Tensor, second: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)
-
-    def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.first, self.second = first, second
-
-    def __tensor_flatten__(self) -> Any:
-        return ["first", "second"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, *_: Any) -> Any:
-        return Pair(inner["first"], inner["second"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, second = (
-            func(*tree_map(lambda value, part=part: getattr(value, part, value), args), **(kwargs or {}))
-            for part in ("first", "second")
-        )
-        return Pair(first, second) if isinstance(first, Tensor) and first.shape == args[0].shape else first
 
 
 def scripted() -> nn.Module:
@@ -79,7 +53,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "fp8": buffer(torch.ones(4).to(torch.float8_e4m3fn)),
     "expanded": buffer(torch.ones(1).expand(4)),
     "empty": parameter(torch.empty(0, 3)),
-    "a subclass": parameter(Pair(torch.ones(4), torch.ones(4))),
+    "a subclass": parameter(TwoTensor(torch.ones(4), torch.ones(4))),
     "lazy": lambda: nn.ModuleList([nn.Linear(4, 4), nn.LazyLinear(3), nn.LazyBatchNorm1d()]),
 }
 
@@ -121,4 +95,4 @@ def test_a_module_of_any_kind_is_saved_guarded_and_watched(kind, tmp_path):
 
 
 def test_one_bad_number_is_found_in_a_part_of_a_subclass():
-    assert not_finite([torch.ones(2), Pair(torch.tensor([1.0, NAN]), torch.ones(2))]) == 1
+    assert not_finite([torch.ones(2), TwoTensor(torch.tensor([1.0, NAN]), torch.ones(2))]) == 1
