@@ -228,11 +228,6 @@ def test_the_battery_notices(rogue, situation, places, monkeypatch):
         assert any(where in name for name in found), (where, list(found)[:20])
 
 
-def test_the_battery_takes_a_callback_that_does_nothing_for_harmless():
-    for situation in (clips_by_norm, own_methods, fails_and_fits_again):
-        assert without(situation).differences(play(situation, pl.Callback)) == {}
-
-
 class KeepsSums(pl.Callback):
     """Logs the number of micro-batches of a step; one that fails is counted to the next fit's first step."""
 

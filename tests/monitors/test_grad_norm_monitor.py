@@ -1,7 +1,6 @@
 """The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
 
 import math
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.monitors.grad_norm_monitor import interval_figures, parameters_by_block
@@ -293,12 +291,6 @@ def test_a_compiled_block_keeps_its_name():
     parts = parameters_by_block(model, model.parameters())
     assert list(parts) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [len(part) for part in parts.values()] == [2, 4, 4, 4, 2]
-
-
-def test_parts_are_refused_where_no_parameter_is_whole():
-    trainer = SimpleNamespace(strategy=type("DeepSpeedStrategy", (), {})())
-    with pytest.raises(UsageError, match=r"^GradNormMonitor: per='block' under DeepSpeedStrategy[^\n]*$"):
-        GradNormMonitor(per="block").on_fit_start(trainer, Net())
 
 
 STRATEGIES = {

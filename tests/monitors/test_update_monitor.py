@@ -141,12 +141,9 @@ def test_nothing_is_copied_between_log_steps(monkeypatch):
     assert monitor._before == []
 
 
-def test_square_sums_of_mixed_types():
+def test_square_sums_of_mixed_types_are_in_fp32():
     tensors = [torch.full((1024,), 3.0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
     assert square_sums([*tensors, torch.empty(0)]).tolist() == pytest.approx([9216.0, 9216.0, 9216.0, 0.0])
-
-
-def test_half_precision_is_summed_in_fp32():
     # in bf16 the norm of a thousand ones is 31.625, and fp16 cannot hold one of 80,000
     assert square_sums([torch.ones(1000, dtype=torch.bfloat16)]).tolist() == pytest.approx([1000.0], rel=1e-6)
     assert square_sums([torch.full((4,), 4e4, dtype=torch.float16)]).tolist() == pytest.approx([6.4e9], rel=1e-3)
