@@ -141,20 +141,6 @@ def test_a_large_tensor_is_summed_in_slices(monkeypatch):
                 assert batch_sum([x, tensor]) == whole
 
 
-def test_tensors_are_found_in_any_batch():
-    class Own:
-        def __init__(self):
-            self.x, self.label = torch.ones(2, 3), "a"
-
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for batch, tensors in (
-        (torch.ones(2, 3), 1), ({"x": torch.ones(2), "n": 3, "s": "text"}, 1), ([torch.ones(2), (torch.ones(3),)], 2),
-        (Own(), 1), (torch.tensor(3.0), 1), (torch.ones(2, 3, dtype=torch.complex64), 1), ("no tensor", 0),
-        (torch.empty(0, 3), 0), (nested, 0), (torch.eye(3).to_sparse(), 0),
-    ):  # fmt: skip
-        assert len(batch_sums(batch)[0]) == tensors
-
-
 def test_a_row_is_as_many_of_the_last_dimensions_as_make_64_values():
     shapes = {(): 0, (100,): 1, (10, 100): 1, (100, 3): 1, (8, 16, 3, 3): 1, (8, 100, 64): 2, (8, 2, 40, 3, 30): 3}
     assert {shape: leading_dims(torch.Size(shape)) for shape in shapes} == shapes
