@@ -47,11 +47,6 @@ class Branches(Net):
         return loss * 2 if loss.item() > 1e-3 else loss
 
 
-class Recomputes(Branches):
-    def run(self, x):
-        return checkpoint(super().run, x, use_reentrant=False)
-
-
 class Masked(Net):
     """torch asks whether the mask is a causal one."""
 
@@ -90,7 +85,6 @@ ENCODER = 2 * 3 * _LAYER - 2 * 4 * 8 * 3 * 8
 
 COUNTED = {
     Branches: (TOTAL, 0),
-    Recomputes: (TOTAL, ONE),  # all that the backward pass needs: not the last product
     Masked: (ENCODER, 0),
     Policy: (3 * TOTAL, 0),
 }

@@ -16,7 +16,7 @@ from lightning_tricks.monitors.update_monitor import sample_stride, square_sums
 class Moving(pl.LightningModule):
     """Each gradient is known: SGD at lr 0.1 moves every element of a matrix by -0.1 and of a bias by -0.1."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
         self.head = nn.Linear(2, 1, bias=False)
@@ -25,7 +25,6 @@ class Moving(pl.LightningModule):
         for block, value in zip(self.blocks, (1.0, 5.0), strict=True):
             nn.init.constant_(block.weight, value)
         self.head.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
-        self.to(dtype)
 
     def training_step(self, batch, batch_idx):
         return sum(p.sum() for p in self.parameters() if p.requires_grad)
@@ -57,15 +56,11 @@ def test_ratios_and_sizes_by_hand():
 
 
 def test_a_target_network_that_no_optimizer_trains_does_not_count():
-    class Target(Moving):
-        def __init__(self):
-            super().__init__()
-            self.target = nn.Linear(2, 2, bias=False)  # requires a gradient, as a copy of a network does
-
-        def configure_optimizers(self):
-            return torch.optim.SGD([p for n, p in self.named_parameters() if not n.startswith("target")], lr=0.1)
-
-    run = fit(Target(), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
+    model = Moving()
+    trained = [*model.parameters()]
+    model.target = nn.Linear(2, 2, bias=False)  # requires a gradient, as a copy of a network does
+    model.configure_optimizers = lambda: torch.optim.SGD(trained, lr=0.1)
+    run = fit(model, UpdateMonitor(), max_steps=1, log_every_n_steps=1)
     assert run.of("updates/ratio") == pytest.approx([(0.1 / 129) ** 0.5], rel=1e-5)
     assert not [name for name in run.names() if "target" in name]
 
@@ -150,14 +145,11 @@ def test_square_sums_of_mixed_types_are_in_fp32():
 
 
 def test_the_eleventh_block_is_not_a_part_of_the_second():
-    class Deep(Moving):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(11))
-            for index, block in enumerate(self.blocks):
-                nn.init.constant_(block.weight, index)
-
-    run = fit(Deep(), UpdateMonitor(), max_steps=1, log_every_n_steps=1)
+    model = Moving()
+    model.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(11))
+    for index, block in enumerate(model.blocks):
+        nn.init.constant_(block.weight, index)
+    run = fit(model, UpdateMonitor(), max_steps=1, log_every_n_steps=1)
     assert [run.of(f"updates/blocks.{index}/weight_rms") for index in (1, 10)] == [[1.0], [10.0]]
 
 
@@ -168,12 +160,9 @@ def test_an_embedding_counts_once_where_it_is_tied_to_the_head():
 
 
 def test_a_parameter_of_the_module_itself_stands_under_its_own_name():
-    class Bare(Moving):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.full((2, 2), 2.0))
-
-    assert fit(Bare(), UpdateMonitor(), max_steps=2).of("updates/table/weight_rms") == pytest.approx([1.9])
+    model = Moving()
+    model.table = nn.Parameter(torch.full((2, 2), 2.0))
+    assert fit(model, UpdateMonitor(), max_steps=2).of("updates/table/weight_rms") == pytest.approx([1.9])
 
 
 def test_a_step_that_changes_nothing_is_zero_and_zero_weights_have_no_ratio():
@@ -199,17 +188,11 @@ def test_the_stride_keeps_to_the_number_and_meets_every_column(numel, row, most,
 
 def test_a_sample_is_scaled_back_to_its_tensor():
     """Every third of 10 elements: the sample stands for all of them, so a large tensor weighs what it should."""
-
-    class Uneven(Moving):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(5, 2, bias=False) for _ in range(2))
-            for block, weight in zip(
-                self.blocks, (torch.full((2, 5), 2.0), torch.arange(10.0).view(2, 5)), strict=True
-            ):
-                block.weight.data.copy_(weight)
-
-    run = fit(Uneven(), UpdateMonitor(max_elements=4), max_steps=1, log_every_n_steps=1)
+    model = Moving()
+    model.blocks = nn.ModuleList(nn.Linear(5, 2, bias=False) for _ in range(2))
+    for block, weight in zip(model.blocks, (torch.full((2, 5), 2.0), torch.arange(10.0).view(2, 5)), strict=True):
+        block.weight.data.copy_(weight)
+    run = fit(model, UpdateMonitor(max_elements=4), max_steps=1, log_every_n_steps=1)
     assert run.of("updates/blocks.0/weight_rms") == pytest.approx([2.0])
     # elements 0, 3, 6, 9: mean square 126 / 4
     assert run.of("updates/blocks.1/weight_rms") == pytest.approx([31.5**0.5])
