@@ -306,10 +306,6 @@ class MetricBuffer(pl.Callback):
 
     def _log(self, rows: list[Row]) -> None:
         for logger in self._trainer.loggers:
-            if not hasattr(logger, "log_metrics"):
-                name = type(logger).__name__
-                self._warn_once(name, f"{name} has no log_metrics: it gets none of the monitors' values")
-                continue
             for row in rows:
                 if row.values and getattr(logger, "takes_wall_time", False):
                     logger.log_metrics(row.values, row.step, wall_time=row.wall_time)

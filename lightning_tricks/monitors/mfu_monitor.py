@@ -313,8 +313,7 @@ class MFUMonitor(pl.Callback):
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in late.items()})
             step = max(logging_step(trainer) - 1, 0)
             for logger in trainer.loggers if late else []:
-                if hasattr(logger, "log_metrics"):
-                    logger.log_metrics(late, step)
+                logger.log_metrics(late, step)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Give the Trainer its own method back; the broken interval has no rate."""

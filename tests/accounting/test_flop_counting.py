@@ -196,18 +196,6 @@ def test_a_torch_that_lacks_what_is_asked_gives_no_figure(monkeypatch):
         assert counter.flops
 
 
-def test_compiled_code_is_refused_with_the_part_that_is_compiled():
-    torch._dynamo.reset()
-    in_place, wrapped, function = Net(), Net(), Net()
-    in_place.second.compile(backend="aot_eager")
-    wrapped.second = torch.compile(wrapped.second, backend="aot_eager")
-    function.run = torch.compile(function.run, backend="aot_eager")
-    for net, reason in ((in_place, "second is compiled"), (wrapped, "second is compiled"),
-                        (function, "it calls compiled code")):  # fmt: skip
-        with pytest.raises(CannotCount, match=f"^{reason}$"):
-            counted(net, BATCH)
-
-
 def test_a_count_that_cannot_be_interrupted_is_no_figure():
     counter = FlopCounter(net := Net())
 
@@ -227,28 +215,18 @@ def test_a_count_that_cannot_be_interrupted_is_no_figure():
 
 def count_in_shards(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo")
-    net = Net()
-    net.scale = nn.Parameter(torch.ones(()))
     mesh = init_device_mesh("cpu", (2,))
-    fully_shard(net.first, mesh=mesh)
-    fully_shard(net.second, mesh=init_device_mesh("cpu", (2,)))
-    assert net.first.weight.to_local().shape == (8, 8)
-    assert counted(net, BATCH) == (TOTAL, 0)
-    assert net.first.weight.to_local().shape == (8, 8)
     rows, weight = distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]), distribute_tensor(torch.ones(8, 16), mesh)
-    counter = FlopCounter(net)
+    counter = FlopCounter(Net())
     with counter.counting():
         assert (rows @ weight).shape == (4, 16)
     assert counter.flops == (2 * 2 * 8 * 16, 0), "the other two rows are the other rank's"
-    net.run(BATCH).sum().backward()  # still works
-    assert net.first.weight.grad is not None
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.long
-def test_sharded_layers_count_what_this_device_computes():
+def test_of_a_sharded_product_this_devices_part_is_counted():
     processes.run(count_in_shards)

@@ -3,9 +3,13 @@
 import doctest
 from types import SimpleNamespace
 
+import pytest
+
 from lightning_tricks.accounting import (
     flops,
+    gpus,
     matmul_parameters,
+    memory,
     recompute_flops_per_token,
     training_flops_per_token,
 )
@@ -77,5 +81,6 @@ def test_what_checkpointing_computes_again_by_hand():
     assert recompute_flops_per_token(plain, 6, "full", "selective") == 3 * 2 * (8 + 16)
 
 
-def test_the_example_in_the_docstring_is_true():
-    assert doctest.testmod(flops).failed == 0
+@pytest.mark.parametrize("module", [flops, gpus, memory])
+def test_the_examples_in_the_docstrings_are_true(module):
+    assert doctest.testmod(module).failed == 0

@@ -1,6 +1,5 @@
 """Datasheets: dense peaks by the names that drivers report, none for what is not known; memory and links of GPUs."""
 
-import doctest
 import json
 import re
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tricks.accounting import gpus, peak_flops, peak_source
+from lightning_tricks.accounting import peak_flops, peak_source
 from lightning_tricks.accounting.gpus import GPUS, PEAKS, find_gpu, link_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -75,10 +74,6 @@ def test_the_figures_of_a_row_fit_together(name, row):
     if row.fp8 is not None:
         assert row.fp8 == pytest.approx(row.bf16 if name.startswith("TPU") else 2 * row.bf16, rel=0.02)
     assert re.fullmatch(r"https://\S+", row.source)
-
-
-def test_the_examples_in_the_docstring_are_true():
-    assert doctest.testmod(gpus).failed == 0
 
 
 def test_a_gpu_is_found_by_its_word_with_its_peak_and_datasheet():

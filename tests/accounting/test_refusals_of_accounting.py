@@ -7,7 +7,6 @@ import pytest
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import matmul_parameters, recompute_flops_per_token, training_flops_per_token
-from lightning_tricks.accounting.gpus import find_gpu
 from lightning_tricks.accounting.memory import training_memory
 
 ROWS = {"B": 1, "S": 1, "L": 1, "D": 1}
@@ -42,7 +41,6 @@ REFUSED = [
         partial(training_memory, 1, **ROWS, activation_checkpointing="selective"),
         "activation_checkpointing='selective': this formula knows none and full",
     ),
-    (partial(find_gpu, "h1000"), r"gpu=h1000: did you mean h100\? .*--gpu_memory_gb, --peak_tflops, --link_gb"),
 ]
 
 

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,26 @@ def same_training(one: Run, other: Run) -> bool:
     return same(one.weights, other.weights) and torch.equal(one.random_state, other.random_state)
 
 
+class Clock:
+    """Stands still unless somebody lets time pass, in place of a clock that is called."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.contextmanager
+def warned(of: str) -> Iterator[list[str]]:
+    """The warnings inside the `with` in which `of` stands: a list that is filled when it ends."""
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lines
+    lines += [line for each in caught if of in (line := str(each.message))]
+
+
 class On(pl.Callback):
     """Functions as hooks: `On(on_train_batch_end=lambda trainer, *_: ...)`; each has the hook's own arguments."""
 
@@ -111,15 +132,6 @@ class On(pl.Callback):
         unknown = [name for name in hooks if not hasattr(pl.Callback, name)]
         assert not unknown, f"no hooks: {unknown}"
         vars(self).update(hooks)
-
-
-class Calls(pl.Callback):
-    """Writes down each call of these hooks, or of all, as (hook, global step)."""
-
-    def __init__(self, *hooks: str) -> None:
-        self.calls: list[tuple[str, int]] = []
-        for name in hooks or [name for name in dir(pl.Callback) if name.startswith("on_")]:
-            setattr(self, name, lambda trainer, *_, name=name: self.calls.append((name, trainer.global_step)))
 
 
 class Fail(pl.Callback):

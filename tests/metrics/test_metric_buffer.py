@@ -6,7 +6,6 @@ import csv
 import itertools
 import math
 import pickle
-import warnings
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -14,11 +13,10 @@ import pytest
 import torch
 from harness import processes
 from harness.device_reads import watching_reads
-from harness.runs import On
+from harness.runs import Memory, On, warned
 from harness.runs import trainer_with as quiet_trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -63,21 +61,11 @@ class Recorder(pl.Callback):
         self.give(trainer, self.buffer, outputs["loss"] if outputs else None)
 
 
-class Plain(Logger):
+class Plain(Memory):
     """The shape of the W&B and MLflow loggers: one `log_metrics(metrics, step)`, nothing about wall time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.calls = 0
-
-    name = version = "plain"
-
-    def log_hyperparams(self, *args, **kwargs): ...
-
     def log_metrics(self, metrics, step=None):
-        self.calls += 1
-        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
     def of(self, name: str) -> dict[int, float]:
         found = [(step, row[name]) for step, row in self.rows if name in row]
@@ -475,12 +463,6 @@ def test_fast_dev_run_records_and_logs_each_step():
     assert trainer.callback_metrics["train/loss"] == loss_of(2)
 
 
-def test_a_log_step_is_the_last_of_an_interval_or_of_the_run():
-    seen = []
-    run(lambda trainer, buffer, loss: seen.append(buffer.is_log_step()), accumulate_grad_batches=2, max_steps=5)
-    assert [seen[i : i + 2] for i in range(0, 10, 2)] == [[False] * 2] * 3 + [[True] * 2] * 2
-
-
 @pytest.mark.parametrize(("accumulate", "log_steps"), [(1, [11, 23]), (3, [7]), (5, [5]), (12, [1])])
 def test_the_last_step_of_the_last_epoch_is_a_log_step(accumulate, log_steps):
     seen: dict[int, set[bool]] = {}
@@ -501,7 +483,7 @@ def test_a_run_that_is_told_to_stop_ends_its_interval():
         buffer.record("train/loss", loss)
         trainer.should_stop = trainer.global_step == 2
         log_steps.append(buffer.is_log_step())
-        flushed.append(logger.calls)
+        flushed.append(len(logger.rows))
 
     log_steps, flushed, logger = [], [], Plain()
     trainer_with([Recorder(give)], logger, min_steps=6).fit(Model(), loader())  # so that the run goes on all the same
@@ -513,12 +495,10 @@ def test_a_run_that_is_told_to_stop_ends_its_interval():
 
 
 def test_all_loggers_get_the_same(tmp_path):
-    plain, table, board = Plain(), CSVLogger(tmp_path, "csv", 0), TensorBoardLogger(tmp_path, "tb", 0)
-    trainer_with([Recorder()], [plain, table, board]).fit(Model(), loader())
+    plain, board = Plain(), TensorBoardLogger(tmp_path, "tb", 0)
+    trainer_with([Recorder()], [plain, board]).fit(Model(), loader())
     expected = {step: loss_of(step) for step in range(10)}
     assert plain.of("train/loss") == expected
-    rows = csv.DictReader((tmp_path / "csv/version_0/metrics.csv").open())
-    assert {int(row["step"]): float(row["train/loss"]) for row in rows} == expected
     events = EventAccumulator(str(tmp_path / "tb/version_0"), size_guidance={"scalars": 0}).Reload()
     assert {event.step: event.value for event in events.Scalars("train/loss")} == expected
     assert len(events.Scalars("train/loss")) == 10
@@ -530,26 +510,6 @@ def test_without_a_logger_the_values_reach_the_callbacks():
     assert trainer.callback_metrics["train/loss"] == loss_of(9)
 
 
-class NoMetrics:
-    """Not a Logger: what Lightning asks of one at the start and at the end, without log_metrics."""
-
-    name = version = save_dir = root_dir = log_dir = None
-
-    def log_hyperparams(self, *args, **kwargs): ...
-
-    log_graph = save = finalize = after_save_checkpoint = log_hyperparams
-
-
-def test_a_logger_without_log_metrics_is_warned_of_once_and_passed_over():
-    plain = Plain()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer_with([Recorder()], [NoMetrics(), plain]).fit(Model(), loader())
-    about = [str(warning.message) for warning in caught if "log_metrics" in str(warning.message)]
-    assert about == ["NoMetrics has no log_metrics: it gets none of the monitors' values"]
-    assert list(plain.of("train/loss")) == list(range(10))
-
-
 class Saving(Plain):
     """Notes how many rows it had whenever it was told to save."""
 
@@ -557,21 +517,16 @@ class Saving(Plain):
         self.saved = [*getattr(self, "saved", []), len(self.rows)]
 
 
-def test_each_flush_saves_where_the_last_one_was_a_while_ago(monkeypatch):
-    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", -1)
-    logger = Saving()
-    trainer_with([Recorder()], logger).fit(Model(), loader())
-    assert set(logger.saved) == {0, 4, 8, 10}  # Lightning saves at the start and at the end
-
-
 def test_flushes_in_quick_succession_save_once_and_a_checkpoint_saves_in_any_case(tmp_path, monkeypatch):
-    monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", 1000)
-    quick, saving = Saving(), Saving()
-    trainer_with([Recorder()], quick).fit(Model(), loader())
-    assert 8 not in quick.saved
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=7)
-    trainer_with([Recorder(), checkpoint], saving).fit(Model(), loader())
-    assert 7 in saving.saved
+    loggers = {}
+    for seconds, steps in ((-1, 99), (1000, 99), (1000, 7)):
+        monkeypatch.setattr(metric_buffer, "SAVE_SECONDS", seconds)
+        logger = loggers[seconds, steps] = Saving()
+        checkpoint = ModelCheckpoint(tmp_path / f"{seconds} {steps}", every_n_train_steps=steps)
+        trainer_with([Recorder(), checkpoint], logger).fit(Model(), loader())
+    assert set(loggers[-1, 99].saved) == {0, 4, 8, 10}  # Lightning saves at the start and at the end
+    assert 8 not in loggers[1000, 99].saved
+    assert 7 in loggers[1000, 7].saved
 
 
 # ---- what goes wrong
@@ -704,11 +659,9 @@ def _fails_alone(rank):
     logger = Plain()
     trainer = trainer_with([LRMonitor()], logger, max_steps=8, **OF_TWO)
     gone = ZeroDivisionError if rank == 0 else RuntimeError  # rank 1 waits for gradients until rank 0 has left
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(gone):
-            trainer.fit(Failing(), DataLoader(torch.arange(64.0), batch_size=2))
-    return logger.of("sum"), sum("rank 0 alone" in str(warning.message) for warning in caught)
+    with warned("rank 0 alone") as lines, pytest.raises(gone):
+        trainer.fit(Failing(), DataLoader(torch.arange(64.0), batch_size=2))
+    return logger.of("sum"), len(lines)
 
 
 @pytest.mark.long
@@ -729,9 +682,7 @@ def test_a_loss_that_is_nan_is_said_at_the_log_step_once_unless_a_guard_watches(
     def give(trainer, buffer, loss):
         buffer.record("train/loss", loss * (math.nan if recorded and trainer.global_step >= 6 else 1.0))
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("loss is nan") as lines:
         run(give, Model() if recorded else LogsNaN(), callbacks=[StepGuard()] if guarded else [])
-    lines = [str(w.message) for w in caught if "loss is nan" in str(w.message)]
     expected = [] if guarded else ["train/loss is nan at step 5: "] if recorded else ["self/loss is nan at step 7: "]
     assert [line.partition("if the")[0] for line in lines] == expected

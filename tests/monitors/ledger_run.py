@@ -1,8 +1,6 @@
 """Short runs with a RunLedger, and the faults that are planted in them."""
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -64,7 +62,7 @@ class Plant(pl.Callback):
 
     Args:
         step: 0 for the first.
-        what: `bit`, `seed`, or `kill`: SIGKILL in the middle of the step.
+        what: `bit` or `seed`.
         seed: draws weight, element and bit, and whether that is before the forward pass or after the optimizer's step.
         rank: the process in which it happens.
     """
@@ -84,9 +82,7 @@ class Plant(pl.Callback):
     def _act(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank != self.rank:
             return
-        if self.what == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.what == "seed":
+        if self.what == "seed":
             torch.manual_seed(self.draw.randrange(2**32))
         else:
             flip_a_bit(self.draw.choice(list(pl_module.parameters())), self.draw)

@@ -9,15 +9,9 @@ import copy
 import functools
 import inspect
 import itertools
-import os
-import pathlib
 import pickle
-import random
-import sys
-import types
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from battery import (
@@ -30,6 +24,7 @@ from battery import (
     Trial,
     accumulates_with_a_short_last_window,
     all_of,
+    changes_in_two_processes,
     clips_by_norm,
     clips_by_value,
     compiled_network,
@@ -40,7 +35,6 @@ from battery import (
     monitors_in,
     own_methods,
     play,
-    report_of_two_processes,
     scales_the_loss,
     without,
 )
@@ -140,18 +134,16 @@ def test_a_monitor_and_its_trainer_can_be_pickled_and_copied_after_a_fit(make, f
 
 
 def in_two_processes(groups):
-    """(what it changes on each rank, evidence of it on rank 0) of each group."""
-    ranks = processes.run(report_of_two_processes, groups)
-    return {name: ([rank[name][0] for rank in ranks], ranks[0][name][1]) for name in ranks[0]}
+    """What each group changes on each rank, where it changes something."""
+    ranks = processes.run(changes_in_two_processes, groups)
+    return {name: changes for name in ranks[0] if any(changes := [rank[name] for rank in ranks])}
 
 
 @pytest.mark.long
 def test_no_monitor_changes_anything_in_two_processes():
-    alone = {name: {name: make} for name, make in CASES.items()}
-    found = in_two_processes(GROUPS)
-    if any(any(changes) for changes, _ in found.values()):
-        found |= in_two_processes(list(alone.values()))
-    assert {name: changes for name, (changes, _) in found.items() if any(changes)} == {}
+    if found := in_two_processes(GROUPS):
+        found |= in_two_processes([{name: make} for name, make in CASES.items()])  # which of them it is
+    assert found == {}
 
 
 # --------------------------------------------------------------------- the battery's own test: callbacks that must fail
@@ -174,19 +166,6 @@ def leave_a_patch(trainer, pl_module):
     plugin.clip_grad_by_norm = functools.wraps(clip)(lambda *args, **kwargs: clip(*args, **kwargs))
 
 
-def take_it_back(trainer, pl_module):
-    del trainer.precision_plugin.clip_grad_by_norm
-
-
-class PassesTheUsersMethodBy(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        self.users = vars(pl_module)["configure_gradient_clipping"]
-        del pl_module.configure_gradient_clipping
-
-    def on_train_end(self, trainer, pl_module):
-        pl_module.configure_gradient_clipping = self.users
-
-
 def branch_on_a_tensor(trainer, pl_module, optimizer):
     if pl_module.net.head.bias.grad.isnan().any():
         print("NaN")
@@ -203,29 +182,20 @@ class HooksIntoAGraph(pl.Callback):
         self.hook.remove()
 
 
-def sets(hook, owner, name, value):
-    """A callback that is given pytest's `patch`, by which the test takes the change back."""
-    return lambda patch: On(**{hook: lambda *_: patch.setattr(owner, name, value)})
+def patches_a_class(patch):
+    """It is given pytest's `patch`, by which the test takes the change back."""
+    zero_grad = torch.optim.Optimizer.zero_grad
+    another = lambda *args, **kwargs: zero_grad(*args, **kwargs)  # noqa: E731
+    return On(on_train_start=lambda *_: patch.setattr(torch.optim.Optimizer, "zero_grad", another))
 
 
-ZERO_GRAD = torch.optim.Optimizer.zero_grad
 ROGUES = {
     "draws from torch": (
         on(on_train_batch_end=lambda *_: torch.rand(())), clips_by_norm,
         ["weight net.head.bias", "module.losses", "torch's random state"],
     ),
-    "draws from numpy": (on(on_validation_end=lambda *_: np.random.rand()), clips_by_norm, ["numpy's random state"]),
-    "draws from Python": (on(on_train_start=lambda *_: random.random()), clips_by_norm, ["python's random state"]),
     "halves gradients": (halves_gradients, clips_by_value, ["weight net.head.bias", "'exp_avg'"]),
-    "leaves a patch": (on(on_train_start=leave_a_patch), clips_by_norm, ["clip_grad_by_norm"]),
     "leaves a patch over the user's": (on(on_train_start=leave_a_patch), own_methods, ["that are gone"]),
-    "leaves a patch after a failure": (
-        on(on_train_start=leave_a_patch, on_train_end=take_it_back), fails_and_fits_again, ["clip_grad_by_norm"],
-    ),
-    "deletes the user's method": (
-        on(on_train_end=lambda trainer, _: delattr(trainer, "save_checkpoint")), own_methods, ["that are gone"],
-    ),
-    "passes the user's method by": (PassesTheUsersMethodBy, own_methods, ["calls of the user's"]),
     "leaves an attribute": (
         on(on_train_start=lambda _, module: setattr(module.net.blocks[1], "watched_by", "me")), clips_by_norm,
         ["watched_by"],
@@ -234,31 +204,12 @@ ROGUES = {
         on(on_train_start=lambda _, module: module.net.blocks[0].register_forward_hook(lambda *_: None)), clips_by_norm,
         ["_forward_hooks"],
     ),
-    "leaves a tensor's hook": (
-        on(on_train_start=lambda _, module: module.net.head.weight.register_hook(lambda grad: None)), clips_by_norm,
-        ["net.head.weight.hooks"],
-    ),
-    "patches a class": (
-        sets("on_train_start", torch.optim.Optimizer, "zero_grad", lambda *args, **kwargs: ZERO_GRAD(*args, **kwargs)),
-        clips_by_norm, ["attributes of Optimizer"],
-    ),
-    "patches a function": (
-        sets("on_train_start", torch.nn.utils, "clip_grad_norm_", lambda *args: None), clips_by_norm,
-        ["functions of torch.nn.utils"],
-    ),
-    "sets the environment": (
-        lambda patch: On(on_train_start=lambda *_: patch.setitem(os.environ, "WATCHED", "1")), clips_by_norm,
-        ["environment"],
-    ),
-    "leaves an except hook": (sets("on_exception", sys, "excepthook", print), fails_and_fits_again, ["except hooks"]),
+    "patches a class": (patches_a_class, clips_by_norm, ["attributes of Optimizer"]),
     "reads each step": (
         on(on_train_batch_end=lambda trainer, module, outputs, *_: outputs["loss"].item()),
         accumulates_with_a_short_last_window, ["reads"],
     ),
     "branches on a tensor": (on(on_before_optimizer_step=branch_on_a_tensor), clips_by_norm, ["reads"]),
-    "copies to the host": (
-        on(on_train_batch_start=lambda trainer, module, batch, _: batch.to(device="cpu")), clips_by_norm, ["reads"],
-    ),
     "logs under the user's name": (
         on(on_train_batch_end=lambda trainer, *_: trainer.logger.log_metrics({"train/loss": 0.0}, 0)), clips_by_norm,
         ["user's metrics"],
@@ -275,11 +226,6 @@ def test_the_battery_notices(rogue, situation, places, monkeypatch):
     monkeypatch.undo()
     for where in places:
         assert any(where in name for name in found), (where, list(found)[:20])
-
-
-def test_the_battery_takes_a_callback_that_does_nothing_for_harmless():
-    for situation in (clips_by_norm, own_methods, fails_and_fits_again):
-        assert without(situation).differences(play(situation, pl.Callback)) == {}
 
 
 class KeepsSums(pl.Callback):
@@ -309,46 +255,3 @@ def test_the_battery_notices_what_is_kept_from_an_earlier_fit(rogue, situation):
     group = {"idle": pl.Callback, "rogue": rogue}
     assert differences_of(situation, group) == {}
     assert kept(situation, all_of(group))
-
-
-def test_the_battery_names_the_one_among_many_that_changes_something():
-    group = {"idle": pl.Callback, "rogue": halves_gradients}
-    assert list(differences_of(clips_by_value, group)) == ["rogue"]
-
-
-def test_a_class_stands_once_in_a_group():
-    first, second = functools.partial(HooksIntoAGraph), HooksIntoAGraph
-    groups = groups_of({"a": first, "b": second, "c": pl.Callback})
-    assert [sorted(group) for group in groups] == [["a", "c"], ["b"]]
-
-
-NEWCOMER = '''
-from typing import Literal
-import lightning.pytorch as pl
-
-class Newcomer(pl.Callback):
-    """Watch.
-
-    Example:
-        >>> newcomer = Newcomer(3, names=["a"])
-    """
-
-    def __init__(self, depth: int, names: list[str], mode: Literal["fast", "slow"] | None = None, seed: int = 0):
-        pass
-'''
-
-
-def test_a_newcomer_is_found_and_its_arguments_come_from_its_example_and_its_options(tmp_path, monkeypatch):
-    (tmp_path / "package" / "corner").mkdir(parents=True)
-    for path, text in {"__init__.py": "", "corner/__init__.py": "", "corner/newcomer.py": NEWCOMER}.items():
-        (tmp_path / "package" / pathlib.Path(path)).write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = monitors_in(types.SimpleNamespace(__name__="package", __path__=[str(tmp_path / "package")]))
-    assert list(found) == ["Newcomer"]
-    example, newcomer = {"depth": 3, "names": ["a"]}, found["Newcomer"]
-    assert arguments_to_try(newcomer) == [example, example | {"mode": "fast"}, example | {"mode": "slow"}]
-    newcomer.__doc__ = newcomer.__doc__.replace('["a"])', '["a"])  # doctest: +SKIP')
-    assert arguments_to_try(newcomer) == []
-    newcomer.__doc__ = "Watch."
-    with pytest.raises(TypeError, match="missing a required argument: 'depth'"):
-        arguments_to_try(newcomer)

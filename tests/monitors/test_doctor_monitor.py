@@ -2,13 +2,12 @@
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
 from harness import processes
 from harness.models import Small, adamw, rows
-from harness.runs import On, fit
+from harness.runs import On, fit, warned
 from torch.utils.data import DataLoader
 
 from lightning_tricks import DoctorMonitor, GoodputMonitor, GradNormMonitor, LRMonitor
@@ -36,10 +35,8 @@ def healthy(step):
 def trained(monitor, value, *callbacks, steps=200, **options):
     """The warnings of the monitor in a run whose loss has that value at each step."""
     model = options.pop("model", None) or Small(loss=loss_at(value), logs=True, optimizer=adamw)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("DoctorMonitor: ") as lines:
         run = fit(model, monitor, *callbacks, max_steps=steps, data=data(steps), **{"log_every_n_steps": 1, **options})
-    lines = [str(each.message) for each in caught if "DoctorMonitor: " in str(each.message)]
     return lines, run
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import processes
+from harness import processes, runs
 from harness.runs import Memory, On
 from harness.runs import trainer_with as quiet_trainer
 from hypothesis import given
@@ -40,14 +40,8 @@ from lightning_tricks.monitors.goodput_monitor import (
 AGE = 10.0  # seconds of each process before its first fit
 
 
-class Clock:
-    """Stands still unless somebody lets time pass; serves as the steady clock and as the time of day."""
-
-    def __init__(self, now=1000.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
+class Clock(runs.Clock):
+    """Serves as the steady clock and as the time of day."""
 
     def rule(self, setattr=setattr):
         setattr(_clock, "clock", self)
@@ -215,23 +209,20 @@ def test_shares_add_up(values):
     assert all(abs(found[part] - 1000 * share) < 1 + 1e-9 for part, share in fractions(seconds).items())
 
 
-def test_no_time_has_no_shares():
-    nothing = dict.fromkeys(PARTS, 0.0)
-    assert fractions(nothing) == nothing
-    assert breakdown(nothing) == "wall 0.0 s = steps 0.0 % + other 0.0 %"
-
-
-def test_a_breakdown_by_hand():
-    # 11520 seconds: three parts of 1/3 of 9.9 % round to 3.3 % each
-    seconds = dict.fromkeys(PARTS, 0.0) | {"steps": 10380, "validation": 380, "lost": 380, "down": 380, "data": 0.5}
-    assert breakdown(seconds) == (
-        "wall 3 h 12 min = steps 90.1 % + validation 3.3 % + lost work 3.3 % + down time 3.3 % + other 0.0 %"
-    )
-
-
-def test_percentages_are_rounded_so_that_they_add_up():
-    thirds = dict.fromkeys(PARTS, 0.0) | {"steps": 1, "data": 1, "other": 1}
-    assert breakdown(thirds) == "wall 3.0 s = steps 33.4 % + data wait 33.3 % + other 33.3 %"
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        # 11520 seconds: three parts of 1/3 of 9.9 % round to 3.3 % each
+        (
+            {"steps": 10380, "validation": 380, "lost": 380, "down": 380, "data": 0.5},
+            "wall 3 h 12 min = steps 90.1 % + validation 3.3 % + lost work 3.3 % + down time 3.3 % + other 0.0 %",
+        ),
+        ({"steps": 1, "data": 1, "other": 1}, "wall 3.0 s = steps 33.4 % + data wait 33.3 % + other 33.3 %"),
+        ({}, "wall 0.0 s = steps 0.0 % + other 0.0 %"),
+    ],
+)
+def test_a_breakdown_by_hand(seconds, line):
+    assert breakdown(dict.fromkeys(PARTS, 0.0) | seconds) == line
 
 
 @pytest.mark.parametrize(
@@ -548,12 +539,6 @@ class Skips(pl.Callback):
         MetricBuffer.of(trainer).record(SKIPPED, torch.tensor(self.count))
 
 
-def test_a_skipped_step_is_not_productive(clock):
-    monitor, _ = fit(clock, None, Skips({3, 4, 6}), log_every_n_steps=2)
-    # the steps of three intervals: one after the set-up, two, two
-    assert spent(monitor) == pytest.approx({"setup": 18, "steps": 4, "skipped": 6, "data": 5})
-
-
 def test_a_step_that_step_guard_skips_is_not_productive(clock):
     class Poisoned(Net):
         def training_step(self, batch, batch_idx):
@@ -602,20 +587,17 @@ def test_a_broken_device_hides_neither_the_users_error_nor_the_line(clock, monke
                 raise RuntimeError("CUDA error: device-side assert triggered")
             return False
 
-    class Stop(pl.Callback):
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 4:
-                broken.append(True)
-                raise IndexError("the user's own")
-
-        def on_exception(self, trainer, pl_module, exception):
-            told.append(exception)
+    def stop(trainer, *_):
+        if trainer.global_step == 4:
+            broken.append(True)
+            raise IndexError("the user's own")
 
     broken, told = [], []
+    stops = On(on_train_batch_start=stop, on_exception=lambda *_: told.append(True))
     monkeypatch.setattr(goodput_monitor, "device_wait_on", lambda device: DeviceWait(Breaks))
     with caplog.at_level("INFO"), pytest.raises(IndexError, match="the user's own"):
-        fit(clock, None, Stop())
-    assert len(told) == 1  # the hooks of later callbacks are called
+        fit(clock, None, stops)
+    assert told == [True]  # the hooks of later callbacks are called
     assert [line.split(" + ")[0] for line in breakdowns(caplog)] == ["wall 28.0 s = steps 35.7 %"]
     assert any(
         "GoodputMonitor: waits for data since the last logged step count as steps: RuntimeError: CUDA" in str(w.message)

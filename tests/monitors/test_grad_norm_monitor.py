@@ -1,7 +1,6 @@
 """The logged norm: every step's own, before the clip, of the whole gradient, however it is accumulated or sharded."""
 
 import math
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor
 from lightning_tricks.mixins import GradientClippingMixin
 from lightning_tricks.monitors.grad_norm_monitor import interval_figures, parameters_by_block
@@ -293,34 +291,6 @@ def test_a_compiled_block_keeps_its_name():
     parts = parameters_by_block(model, model.parameters())
     assert list(parts) == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [len(part) for part in parts.values()] == [2, 4, 4, 4, 2]
-
-
-def test_deepspeeds_norm_is_its_engines():
-    monitor, strategy = GradNormMonitor(), type("DeepSpeedStrategy", (), {})()
-    monitor._has_engine = True
-    strategy.deepspeed_engine = SimpleNamespace(get_global_grad_norm=lambda: 2.5)
-    loop = SimpleNamespace(_should_accumulate=bool)
-    optimizer = SimpleNamespace()
-    trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], gradient_clip_val=1.0, fit_loop=loop)
-    recorded = {}
-    monitor._buffer = SimpleNamespace(record=lambda name, value: recorded.update({name: value}))
-    model = Net()
-    monitor.on_train_batch_end(trainer, model, None, None, 0)
-    assert recorded == {"train/grad_norm": 2.5}
-    rows = [SimpleNamespace(values={"train/grad_norm": 2.5})]
-    assert monitor._of_interval(trainer, rows)["train/clipped_fraction"] == 1.0
-    monitor.on_before_optimizer_step(trainer, model, optimizer)  # `.grad` is empty there
-    strategy.deepspeed_engine.get_global_grad_norm = lambda: None  # before the engine's first step
-    recorded.clear()
-    monitor.on_train_batch_end(trainer, model, None, None, 0)
-    assert recorded == {}
-
-
-@pytest.mark.parametrize("name", ["DeepSpeedStrategy"])
-def test_parts_are_refused_where_no_parameter_is_whole(name):
-    trainer = SimpleNamespace(strategy=type(name, (), {})())
-    with pytest.raises(UsageError, match=rf"^GradNormMonitor: per='block' under {name}[^\n]*$"):
-        GradNormMonitor(per="block").on_fit_start(trainer, Net())
 
 
 STRATEGIES = {

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.runs import Memory, On, fit
+from harness.runs import Clock, Memory, On, fit, warned
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
@@ -28,16 +28,6 @@ from lightning_tricks.monitors.mfu_monitor import contents_of
 
 PREFIX = "throughput/"
 PEAKS = sys.modules[device_peak.__module__]
-
-
-class Clock:
-    """Stands still unless somebody lets time pass."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -105,10 +95,6 @@ def run(module, monitor=None, data=IDS, batch_size=2, callbacks=(), **options):
     for step, values in done.rows:
         rows.setdefault(step, {}).update(values)
     return Figures(rows, done.trainer)
-
-
-def said_by(monitor, warned):
-    return [str(w.message) for w in warned if monitor in str(w.message)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the rates
@@ -319,17 +305,14 @@ ONES = torch.ones(3, 5, dtype=torch.long)
     ("batch", "shape", "samples"),
     [
         (ONES, (3, 5), 3),
-        ((ONES, ONES), (3, 5), 3),
         ([torch.zeros(3), ONES], (3, 5), 3),
         ({"lengths": torch.ones(3, dtype=torch.long), "input_ids": ONES}, (3, 5), 3),
         ({"tokens": torch.ones(3, dtype=torch.long), "ids": ONES}, (3, 5), 3),
         ((ONES, torch.ones(3, 9, dtype=torch.long)), (3, 5), 3),
-        ((torch.ones(3, 7, 2), torch.ones(3, 9, 2)), (3, 7), 3),
         ((ONES, torch.ones(3, 7, 2)), (3, 5), 3),
         ({"labels": torch.ones(3, 9, dtype=torch.long), "input_ids": ONES}, (3, 5), 3),
         ({"features": torch.ones(3, 7, 2), "labels": ONES}, (3, 5), 3),
-        (torch.ones(3, 7, 2), (3, 7), 3),
-        ((torch.ones(3, 7, 2), torch.ones(3, 4)), (3, 7), 3),
+        ((torch.ones(3, 7, 2), torch.ones(3, 9, 2)), (3, 7), 3),
         ({"deep": {"input_ids": ONES}}, (3, 5), 3),
         (Both(torch.ones(3, 3, 8, 8), ONES), (3, 5), 3),
         (Named(torch.ones(3, 3, 8, 8), ONES), (3, 5), 3),
@@ -337,7 +320,6 @@ ONES = torch.ones(3, 5, dtype=torch.long)
         ((torch.ones(3, 10), torch.ones(3, dtype=torch.long)), None, 3),
         (torch.ones(3, 5, dtype=torch.bool), None, 3),
         ((torch.tensor(1.0), torch.ones(4)), None, 4),
-        ("text", None, 0),
         ({"text": ["a", "b"]}, None, 0),
     ],
 )
@@ -348,20 +330,16 @@ def test_tokens_and_samples_are_found_in_any_batch(batch, shape, samples):
 
 
 def test_marked_padding_is_no_token_and_no_device_is_read():
+    from transformers import BatchEncoding
+
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 3)
-    held = contents_of(None, {"input_ids": ONES, "attention_mask": mask})
+    held = contents_of(None, BatchEncoding({"input_ids": ONES, "attention_mask": mask}))
     assert isinstance(held.tokens, torch.Tensor)
     assert (held.tokens, held.positions) == (9, 15)
     assert contents_of(None, {"input_ids": ONES, "attention_mask": mask.bool()}).tokens == 9
     # additive masks and masks of pairs mark no tokens
     for other in (mask.float(), torch.ones(3, 1, 5, 5, dtype=torch.long)):
         assert contents_of(None, {"input_ids": ONES, "attention_mask": other}).tokens == 15
-
-
-def test_a_tokenizers_batch_is_a_batch():
-    from transformers import BatchEncoding
-
-    assert contents_of(None, BatchEncoding({"input_ids": ONES, "attention_mask": ONES})).tokens == 15
 
 
 def padded(n_real=6):
@@ -375,9 +353,7 @@ def test_padding_counts_neither_as_token_nor_as_work(clock):
     # also where the FLOPs were counted on the whole batch: 2 rows of 8 are 4 of 4, 256 FLOPs with their padding
     log = run(Net(clock), MFUMonitor(peak_flops=1000.0), data=padded(6))
     assert log.series("model_flops_per_second")[3] == pytest.approx(256 / 2 * 12 / 16)
-
-
-def test_flops_by_the_sample_know_no_padding(clock):
+    # FLOPs by the sample know none
     log = run(Net(clock), MFUMonitor(flops_per_sample=100.0, peak_flops=1000.0), data=padded(6))
     log.shows(tokens_per_second=6.0, mfu=0.1)
 
@@ -477,12 +453,15 @@ def test_the_time_spent_on_counting_is_no_training_time(clock, monkeypatch):
     log.shows(step_seconds=2.0)
 
 
-def test_an_interval_of_unknown_flops_has_no_figure():
-    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 0.0}
+def test_an_interval_of_unknown_flops_has_no_figure_and_an_hfu_above_one_is_left_out():
+    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 40.0}
     steps = [step, step | {"_flops": float("nan")}]
     found = mfu_monitor.rates(steps, seconds=1.0, devices=1, copies=1, peak=1000.0)
     assert found["tokens_per_second"] == 2.0
     assert not {"mfu", "hfu", "model_flops_per_second"} & found.keys()
+    found = mfu_monitor.rates([step], seconds=1.0, devices=1, copies=1, peak=100.0)
+    assert found["mfu"] == pytest.approx(0.8)
+    assert "hfu" not in found
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -507,14 +486,7 @@ CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("precision", "teraflops"),
-    [
-        ("bf16-mixed", 989.5),
-        ("bf16-true", 989.5),
-        ("16-mixed", 989.5),
-        ("16-true", 989.5),
-        ("32-true", 67.0),
-        (32, 67.0),
-    ],
+    [("bf16-mixed", 989.5), ("bf16-true", 989.5), ("16-mixed", 989.5), ("32-true", 67.0), (32, 67.0)],
 )
 def test_the_peak_follows_the_device_and_the_precision(monkeypatch, precision, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -575,20 +547,14 @@ def test_a_cpus_peak_is_measured_and_labelled(clock, monkeypatch, caplog):
     assert log.series("mfu")[3] == pytest.approx(128 / 2e12)
 
 
-def test_mfu_above_one_is_left_out_with_one_warning(clock, recwarn):
-    log = run(Net(clock, [2.0, 2.0, 2.0, 2.0, 4.0, 4.0]), MFUMonitor(flops_per_token=10.0, peak_flops=60.0))
+def test_mfu_above_one_is_left_out_with_one_warning(clock):
+    with warned("MFUMonitor") as lines:
+        log = run(Net(clock, [2.0, 2.0, 2.0, 2.0, 4.0, 4.0]), MFUMonitor(flops_per_token=10.0, peak_flops=60.0))
     # 16 tokens of 10 FLOPs in 2 seconds are 80 FLOP/s of 60; in 4 seconds 40
     log.shows(mfu={5: 40 / 60}, model_flops_per_second={1: 80.0, 3: 80.0, 5: 40.0})
-    (said,) = said_by("MFUMonitor", recwarn)
+    (said,) = lines
     assert "throughput/mfu is left out" in said
     assert said.endswith("give peak_flops")
-
-
-def test_hfu_above_one_is_left_out():
-    step = {"_samples": 1, "_positions": 1, "_tokens": 1, "_flops": 80.0, "_recompute": 40.0}
-    found = mfu_monitor.rates([step], seconds=1.0, devices=1, copies=1, peak=100.0)
-    assert found["mfu"] == pytest.approx(0.8)
-    assert "hfu" not in found
 
 
 # -------------------------------------------------------------------------------------------------------- many ranks
@@ -658,15 +624,8 @@ def test_without_a_logging_interval_nothing_is_done(clock, caplog):
     assert not [record for record in caplog.records if "MFUMonitor" in record.message]
 
 
-class Mute(Memory):
-    """A logger that takes no metrics."""
-
-    log_metrics = property()
-
-
-@pytest.mark.parametrize("logger", [False, Mute()])
-def test_without_a_logger_the_figures_reach_callbacks(clock, logger):
-    log = run(Net(clock), logger=logger, max_steps=4, limit_val_batches=2, val_check_interval=4)
+def test_without_a_logger_the_figures_reach_callbacks(clock):
+    log = run(Net(clock), logger=False, max_steps=4, limit_val_batches=2, val_check_interval=4)
     assert log.trainer.callback_metrics["throughput/mfu"] == pytest.approx(0.08)
     assert log.trainer.callback_metrics["throughput/validation_seconds"] == 14.0
 

@@ -1,12 +1,10 @@
 """FLOPs are counted in the first real micro-batch: by hand, to the last bit, and with no effect of a step twice."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
-from harness.runs import fit
+from harness.runs import fit, warned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -49,11 +47,6 @@ class Branches(Net):
         return loss * 2 if loss.item() > 1e-3 else loss
 
 
-class Recomputes(Branches):
-    def run(self, x):
-        return checkpoint(super().run, x, use_reentrant=False)
-
-
 class Masked(Net):
     """torch asks whether the mask is a causal one."""
 
@@ -92,7 +85,6 @@ ENCODER = 2 * 3 * _LAYER - 2 * 4 * 8 * 3 * 8
 
 COUNTED = {
     Branches: (TOTAL, 0),
-    Recomputes: (TOTAL, ONE),  # all that the backward pass needs: not the last product
     Masked: (ENCODER, 0),
     Policy: (3 * TOTAL, 0),
 }
@@ -116,10 +108,8 @@ def train(module, watched=True, **options):
     net, monitor = module(), MFUMonitor(peak_flops=1e12)
     keep = Keep(monitor)
     options = {"max_steps": 3, "log_every_n_steps": 1, "logger": False, **options}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("MFUMonitor") as keep.said:
         done = fit(net, *([monitor] if watched else []), keep, data=DataLoader(ROWS, batch_size=4), **options)
-    keep.said = [str(w.message) for w in caught if "MFUMonitor" in str(w.message)]
     keep.trainer = done.trainer
     return keep
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness.runs import On, fit
+from harness.runs import Clock, On, fit
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tricks.callbacks import MetricBuffer, TrainingProgressBar
@@ -83,25 +83,17 @@ def steps(text: str) -> list[str]:
 # ---- what it shows
 
 
-def test_prints_one_line_an_interval_with_that_steps_own_values(capsys):
+def test_prints_one_whole_line_an_interval_with_that_steps_own_values(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")  # of a terminal, which a log file has not
     run(TrainingProgressBar(), Monitors())
-    lines = [re.sub(r"ETA .*", "ETA", line) for line in steps(capsys.readouterr().out)]
+    out = capsys.readouterr().out
+    assert not {"\r", "\x1b"} & {*out}
+    lines = [re.sub(r"ETA .*", "ETA", line) for line in steps(out)]
     assert lines == [
         f"step {step}/6 ({part}%)  loss {step}.0000  norm 10{step}.000  lr 3.0e-04  12.3k tokens/s  MFU 41.2%"
         "  61.2 GiB  ETA"
         for step, part in [(2, 33), (4, 67), (6, 100)]
     ]
-
-
-def test_a_module_that_logs_nothing_has_its_steps_all_the_same(capsys):
-    class Silent(Model):
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0]).mean() * 0 + 3
-
-    run(TrainingProgressBar(), model=Silent())
-    lines = steps(capsys.readouterr().out)
-    assert [line.split("  ")[0] for line in lines] == ["step 2/6 (33%)", "step 4/6 (67%)", "step 6/6 (100%)"]
-    assert all(re.fullmatch(r"step \S+ \S+  loss 3\.0000  ETA \d:\d\d:\d\d", line) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +146,6 @@ def test_validating_alone_prints_lightnings_table_only(capsys):
 # ---- when it prints
 
 
-def test_with_accumulation_a_step_prints_once(capsys):
-    run(TrainingProgressBar(), accumulate_grad_batches=3, max_steps=4, val_check_interval=20)
-    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["2/4", "4/4"]
-
-
-def test_the_last_step_prints_though_no_interval_ends(capsys):
-    run(TrainingProgressBar(), max_steps=5, val_check_interval=20)
-    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["2/5", "4/5", "5/5"]
-
-
 def test_without_logging_there_is_the_validation_line_only(capsys):
     run(TrainingProgressBar(), Monitors(), log_every_n_steps=0)
     out = capsys.readouterr().out
@@ -184,21 +166,29 @@ class Manual(Model):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
-def test_with_two_optimizers_an_interval_is_counted_as_lightning_does(capsys):
-    run(TrainingProgressBar(), model=Manual(), max_steps=12, log_every_n_steps=2, val_check_interval=20)
-    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == ["4/12", "8/12", "12/12"]
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ({"accumulate_grad_batches": 3, "max_steps": 4}, ["2/4", "4/4"]),
+        ({"max_steps": 5}, ["2/5", "4/5", "5/5"]),  # the last step, though no interval ends
+        ({"model": Manual(), "max_steps": 12}, ["4/12", "8/12", "12/12"]),  # two optimizers: as Lightning counts
+    ],
+)
+def test_each_interval_and_the_last_step_print_once(capsys, options, printed):
+    run(TrainingProgressBar(), val_check_interval=20, **options)
+    assert [line.split()[1] for line in steps(capsys.readouterr().out)] == printed
 
 
-def test_a_second_fit_starts_anew(capsys, time):
+def test_a_second_fit_starts_anew(capsys, clock):
     def fail(trainer, *_):
         if trainer.global_step == 5:
             raise ZeroDivisionError
 
     bar = TrainingProgressBar()
     with pytest.raises(ZeroDivisionError):
-        run(bar, time.steps_take(10), On(on_train_batch_end=fail))
+        run(bar, clock.take(10), On(on_train_batch_end=fail))
     capsys.readouterr()
-    run(bar, time.steps_take(10), max_steps=4, val_check_interval=20)
+    run(bar, clock.take(10), max_steps=4, val_check_interval=20)
     assert [(line.split()[1], line.split()[-1]) for line in steps(capsys.readouterr().out)] == [
         ("2/4", "0:00:20"),
         ("4/4", "0:00:00"),
@@ -208,28 +198,21 @@ def test_a_second_fit_starts_anew(capsys, time):
 # ---- the time left
 
 
-class Clock:
-    """Stands still unless told."""
-
-    seconds = 0.0
-
-    def perf_counter(self):
-        return self.seconds
-
-    def steps_take(self, *seconds):
+class Steps(Clock):
+    def take(self, *seconds):
         """A callback by which each step takes so long, the later ones as long as the last that is given."""
         left = [*seconds]
 
         def pass_time(*_):
-            self.seconds += left.pop(0) if left[1:] else left[0]
+            self.now += left.pop(0) if left[1:] else left[0]
 
         return On(on_before_backward=pass_time)
 
 
 @pytest.fixture
-def time(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(training_progress_bar, "time", clock)
+def clock(monkeypatch):
+    clock = Steps()
+    monkeypatch.setattr(training_progress_bar, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
@@ -237,18 +220,18 @@ def etas(text: str) -> list[str]:
     return [re.search(r"ETA (\S+)", line)[1] for line in steps(text)]
 
 
-def test_the_time_left_is_the_last_intervals_pace_without_validation(capsys, time):
+def test_the_time_left_is_the_last_intervals_pace_without_validation(capsys, clock):
     class Timed(Model):
         def validation_step(self, batch, batch_idx):
-            time.seconds += 10_000
+            clock.now += 10_000
 
-    run(TrainingProgressBar(), time.steps_take(60, 60, 10), model=Timed(), val_check_interval=3, max_steps=8)
+    run(TrainingProgressBar(), clock.take(60, 60, 10), model=Timed(), val_check_interval=3, max_steps=8)
     assert etas(capsys.readouterr().out) == ["0:06:00", "0:00:40", "0:00:20", "0:00:00"]
 
 
-def test_with_epochs_the_time_left_is_that_until_the_last(capsys, time):
+def test_with_epochs_the_time_left_is_that_until_the_last(capsys, clock):
     epochs = {"max_steps": -1, "max_epochs": 2, "val_check_interval": 20, "accumulate_grad_batches": 3}
-    run(TrainingProgressBar(), time.steps_take(10), log_every_n_steps=7, **epochs)
+    run(TrainingProgressBar(), clock.take(10), log_every_n_steps=7, **epochs)
     out = capsys.readouterr().out  # 20 batches an epoch, three to a step
     assert [line.split()[1] for line in steps(out)] == ["7/14", "14/14"]
     assert etas(out) == ["0:03:20", "0:00:00"]
@@ -321,15 +304,6 @@ def test_a_line_wider_than_the_terminal_is_cut(capsys, terminal):
     first, second, last = capsys.readouterr().out.split("\r\x1b[2K")[1:]
     assert (first, second) == ("step 2/6 (33%)  loss 2.0000  ", "step 4/6 (67%)  loss 4.0000  ")
     assert last.startswith("step 6/6 (100%)  loss 6.0000  norm 106.000  lr ")  # never redrawn, so it may wrap
-
-
-def test_a_log_file_has_whole_lines_and_no_control_characters(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    run(TrainingProgressBar(), Monitors())
-    out = capsys.readouterr().out
-    assert "\r" not in out
-    assert "\x1b" not in out
-    assert all("ETA" in line for line in steps(out))
 
 
 def test_the_validation_line_replaces_the_redrawn_one_and_stays(capsys, terminal):
