@@ -127,16 +127,6 @@ def file_and_folder(tmp_path):
     return file, of_file(file, tmp_path / "folder.ckpt", model)
 
 
-def test_a_folder_is_read_as_the_file_that_a_plain_trainer_saved(file_and_folder):
-    file, folder = file_and_folder
-    expected, found = flat(torch.load(file, weights_only=True)), flat(open_checkpoint(folder, weights_only=True))
-    assert found.keys() == expected.keys()
-    assert ("optimizer_states", 0, "param_groups", 1, "param_names", 0) in found
-    assert ("hyper_parameters", "weight_decay") in found
-    for path, value in expected.items():
-        assert torch.equal(found[path], value) if torch.is_tensor(value) else found[path] == value
-
-
 def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
     ends = []
     for path in file_and_folder:
@@ -159,17 +149,6 @@ def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, t
     folder = of_file(tmp_path / "turned.ckpt", tmp_path / "turned", model)
     with pytest.raises(UsageError, match=r"the checkpoint's optimizer has 'net\.2\.weight'"):
         fit_with_ours(Line(recipe=True), 4, folder)
-
-
-def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):
-    (file_and_folder[1] / ".metadata").unlink()
-    with pytest.raises(UsageError, match="incomplete: "):
-        fit_with_ours(Line(), 4, file_and_folder[1])
-    bare = tmp_path / "bare.pt"
-    for content in (Line().state_dict(), torch.zeros(1)):
-        torch.save(content, bare)
-        with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
-            fit_with_ours(Line(), 4, bare)
 
 
 @pytest.mark.parametrize("plugins", ["[]", "[AsyncCheckpointIO]"])

@@ -21,8 +21,9 @@ from lightning.pytorch import LightningModule
 
 
 class Mine(LightningModule):
-    def __init__(self, width: int = 2) -> None:
+    def __init__(self, width: int = 2, momentum: float = 0.0) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.layer = torch.nn.Linear(width, 1)
 
     def training_step(self, batch, batch_idx):
@@ -32,7 +33,7 @@ class Mine(LightningModule):
         return torch.utils.data.DataLoader(torch.ones(8, 2))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.hparams.momentum)
 """
 SCRIPT = (
     "from mine import Mine\nfrom lightning_tricks import RecipeCLI\n\nif __name__ == '__main__':\n    RecipeCLI(Mine)\n"

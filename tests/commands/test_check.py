@@ -15,14 +15,7 @@ from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.commands.check import checks as listed
 from lightning_tricks.commands.check import run
-from lightning_tricks.commands.check.checks import (
-    CHECKS,
-    Checked,
-    kept_checkpoints,
-    run_checks,
-    saves_of_run,
-    summary,
-)
+from lightning_tricks.commands.check.checks import CHECKS, Checked, kept_checkpoints, run_checks, saves_of_run, summary
 from lightning_tricks.schedules import WarmupCosine
 
 CONFIG = Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=32)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,16 @@ def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, ca
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_the_page_shows_what_is_printed(tmp_path, capsys):
-    export(save(checkpoint(CASES["apertus"]), tmp_path / "saved.ckpt"), tmp_path / "out")
-    printed = capsys.readouterr().out.replace(str(tmp_path / "out"), "hf-tp")
+@pytest.mark.parametrize(
+    ("to", "named", "tied", "start"),
+    [("hf", "hf-tp", False, "runs/tp"), ("gguf", "tiny-gguf", True, r"runs/[^\n]*llama.cpp's")],
+)
+def test_the_page_shows_what_is_printed(to, named, tied, start, tmp_path, capsys):
+    config = replace(CASES["apertus"], tie_embeddings=tied)
+    export(save(checkpoint(config), tmp_path / "saved.ckpt"), tmp_path / "out", "--format", to)
+    printed = capsys.readouterr().out.replace(str(tmp_path / "out"), named)
     page = (Path(__file__).parents[2] / "docs/export.md").read_text()
-    (shown,) = re.findall(r"```text\n(runs/tp.*?)```", page, re.S)
+    (shown,) = re.findall(rf"```text\n({start}.*?)```", page, re.S)
 
     def form(text):
         return re.sub(r"[\d,.]*\d(e[+-]\d+)?", "#", re.sub(r"^\S+\.ckpt", "PATH", text, flags=re.M))
@@ -300,10 +306,7 @@ def losses(model, start, folder, strategy, devices):
     return [values["train/loss"] for _, values in trainer.logger.rows if "train/loss" in values]
 
 
-ON_RANKS = {
-    "llama tied": ParallelDims(shard=2, tensor=2),
-    "gpt2 untied, without biases": ParallelDims(shard=4),
-}
+ON_RANKS = {"llama tied": ParallelDims(shard=2, tensor=2), "gpt2 untied, without biases": ParallelDims(shard=4)}
 
 
 def on_four_ranks(rank, folder, executable):

@@ -1,7 +1,6 @@
 """The plan of a run before it starts is what the run does: step by step, for each group; and its pictures."""
 
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,13 +26,7 @@ from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.schedule.plan import planned, without_weights
-from lightning_tricks.commands.schedule.terminal import (
-    NamedPlan,
-    draw_in_terminal,
-    lr_lines,
-    marks_row,
-    place_of,
-)
+from lightning_tricks.commands.schedule.terminal import NamedPlan, draw_in_terminal, lr_lines, marks_row, place_of
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.tensorboard_dashboard import planned_lrs
@@ -265,12 +258,6 @@ def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
     ]  # fmt: skip
     with pytest.raises(UsageError, match="x=tokens"):
         lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens")
-
-
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uniplot", None)
-    with pytest.raises(UsageError, match=r"needs uniplot: pip install 'lightning-tricks\[plot\]'"):
-        draw_in_terminal(plans(4))
 
 
 # ---- the command

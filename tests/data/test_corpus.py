@@ -21,32 +21,18 @@ def documents(*patterns: object, text_field: str = "text") -> list[str]:
     return list(text_files([str(pattern) for pattern in patterns], text_field).documents())
 
 
-def test_the_standard_library_is_there_without_its_tests():
+def test_the_standard_library_is_there():
     corpus = standard_library()
     texts = list(corpus.documents())
     assert 8e6 < sum(map(len, texts)) < 16e6
     assert len(set(texts)) == len(texts)
     assert Path(json.__file__).read_text(encoding="utf-8") in texts
-    assert not any("site-packages" in str(path) for path in [corpus.description])
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in corpus.description
-    library = Path(json.__file__).parents[1]  # Debian's has neither of the two
-    for tests in (library / "idlelib" / "idle_test", library / "test"):
-        for path in list(tests.glob("test_*.py"))[:20]:
-            assert path.read_text(encoding="utf-8", errors="replace") not in texts
 
 
 def test_the_standard_library_is_every_source_outside_the_skipped_folders_and_no_more(tmp_path, monkeypatch):
-    names = [
-        "a.py",
-        "b/c.py",
-        "b/test_d.py",
-        "test/e.py",
-        "b/tests/f.py",
-        "site-packages/g.py",
-        "b/__pycache__/h.py",
-        "i.txt",
-    ]
-    for number, name in enumerate(names):
+    names = "a.py b/c.py b/test_d.py test/e.py b/tests/f.py site-packages/g.py b/__pycache__/h.py i.txt"
+    for number, name in enumerate(names.split()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"x = {number}\n")
     (tmp_path / "j.py").mkdir()

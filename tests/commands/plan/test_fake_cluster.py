@@ -98,10 +98,7 @@ def test_a_process_in_a_group_is_no_cluster():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("hold", "over_shards", "over_replicas"),
-    [(False, 12, 12), (True, 3, 3)],
-)
+@pytest.mark.parametrize(("hold", "over_shards", "over_replicas"), [(False, 12, 12), (True, 3, 3)])
 def test_gradients_that_wait_for_the_last_of_four_micro_batches_are_sent_once(hold, over_shards, over_replicas):
     def step(decoder):
         for number in range(4):
