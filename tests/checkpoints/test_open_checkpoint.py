@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoints.saved import flat
@@ -15,7 +14,6 @@ from harness.runs import trainer_with
 from lightning_tricks import RecipeCLI
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, size_of_folder
-from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load
 
@@ -157,15 +155,3 @@ def test_the_command_line_opens_folders_unless_the_recipe_brings_a_reader(plugin
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
     cli = RecipeCLI(run=False, args=["--config", str(recipe), "--trainer.plugins", plugins])
     assert isinstance(cli.trainer.strategy.checkpoint_io, AtomicCheckpointIO) is (plugins == "[]")
-
-
-def test_the_command_line_says_so_before_anything_is_built_where_the_checkpoint_is_not_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(pl.Trainer, "_run", lambda *args, **kwargs: pytest.fail("it ran"))
-    (tmp_path / "at.ckpt").mkdir()
-    (tmp_path / "at.ckpt" / "__0_0.distcp").touch()
-    recipe = str(Path(__file__).parents[2] / "recipes" / "tiny.yaml")
-    for name, message in (("at.ckpt", "incomplete: "), ("no.ckpt", "there is no such file or folder")):
-        args = ["--config", recipe, "--trainer.logger", "false", "--ckpt_path", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
-        with pytest.raises(UsageError, match=message):
-            main(["fit", *args])

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.checkpoints.write_file import locked
 from lightning_tricks.commands.export import verify_export
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
@@ -237,8 +236,6 @@ def test_a_folder_that_exists_and_wrong_options_are_one_line(tmp_path):
     gated = save(checkpoint(GPT2(**SIZES, activation="swiglu")), tmp_path / "gated.ckpt")
     for given, output, options, says in (
         (path, "there", [], "output=.*there exists: name another folder"),
-        (path, "out", ["--format", "onnx"], "argument --format: invalid choice"),
-        (path, "out", ["--dtype", "int8"], "argument --dtype: invalid choice"),
         (tmp_path / "small.ckpt", "out", [], "holds no decoder_config of a Llama or GPT2"),
         (gated, "out", [], "decoder.activation=swiglu: no GPT-2 of transformers has it"),
         (tmp_path / "no.ckpt", "out", [], "there is no such file"),
@@ -276,18 +273,6 @@ def test_the_fresh_process_has_nothing_of_the_collection(tmp_path):
     answer = verify_export.ask_fresh_process(folder, torch.tensor([[1, 2]]), None)
     assert "transformers" in answer["modules"]
     assert not {"lightning_tricks", "lightning", "pytorch_lightning"} & set(answer["modules"])
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_weights_are_read_one_by_one(kind, tmp_path):
-    content = checkpoint(CASES["gpt2"])
-    source = stream_weights(save(content, tmp_path / "saved.ckpt", kind))
-    assert source.shapes.keys() == content["state_dict"].keys()
-    for name, value in content["state_dict"].items():
-        assert torch.equal(source.read(name), value)
-        assert source.shapes[name] == (tuple(value.shape), value.dtype)
-    assert "state_dict" not in source.rest
-    assert source.rest["global_step"] == 3
 
 
 # ---- from ranks, and back to them

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -120,8 +120,7 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert all(" ".join(change.options) in lines for change in changes)
 
 
-@cache
-def plan_of_much_state():
+def test_state_that_is_too_large_is_divided_over_more_devices_or_offered_the_hosts_memory():
     """Bf16 weights, SGD and full checkpointing, so that no smaller state or activations are looked for."""
     module = LanguageModel(
         THREE_BLOCKS,
@@ -129,15 +128,19 @@ def plan_of_much_state():
         activation_checkpointing="full",
     )
     settings = {"strategy": FSDP2Strategy(), "precision": "bf16-true", "accumulate_grad_batches": 3, "max_steps": 10}
-    return plan_recipe(module, data(1, 16), settings, suggest=False, **mine(1.0))
-
-
-def test_state_that_is_too_large_is_divided_over_more_devices():
-    whole = plan_of_much_state()
+    whole = plan_recipe(module, data(1, 16), settings, suggest=False, **mine(1.0))
     changes = changes_that_fit(whole.setup, whole.memory, int(0.7 * whole.memory.peak))
     (more,) = (change for change in changes if change.options[0] == "--trainer.num_nodes 2")
     assert more.why == "2 times the devices, 2 times the rows of a step"
     assert more.peak < 0.65 * whole.memory.peak  # half of the state and of the step's copies, and what each rank has
+    changes = changes_that_fit(whole.setup, whole.memory, int(0.4 * whole.memory.peak), most=1)
+    assert changes[0].options == ("--trainer.strategy.init_args.cpu_offload true",)
+    assert re.search(r"shards and optimizer take \d+ GiB of each host's memory$", changes[0].why)
+    on_host = StepMemory({STEP: {"working memory": 1}}, host={"weights": 2**30})
+    setup = dataclasses.replace(whole.setup, devices=2)
+    lines = report(dataclasses.replace(whole, setup=setup, memory=on_host, changes=changes))
+    assert "for 2 processes, each: weights 1.00 GiB" in lines
+    assert "2.00 GiB for 2 processes" in lines
 
 
 def test_every_line_of_a_small_model_is_that_of_arithmetic():
@@ -250,18 +253,6 @@ def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(op
     four, five, whole = at_once([partial(_trace_or_refuse, setup, depth) for depth in (*DEPTHS, None)])
     told = at_full_depth(setup, [four, five])
     assert (told.instants, told.host) == (whole.instants, whole.host)
-
-
-def test_what_does_not_fit_by_its_state_alone_is_offered_the_hosts_memory():
-    whole = plan_of_much_state()
-    changes = changes_that_fit(whole.setup, whole.memory, int(0.4 * whole.memory.peak), most=1)
-    assert changes[0].options == ("--trainer.strategy.init_args.cpu_offload true",)
-    assert re.search(r"shards and optimizer take \d+ GiB of each host's memory$", changes[0].why)
-    on_host = StepMemory({STEP: {"working memory": 1}}, host={"weights": 2**30})
-    setup = dataclasses.replace(whole.setup, devices=2)
-    lines = report(dataclasses.replace(whole, setup=setup, memory=on_host, changes=changes))
-    assert "for 2 processes, each: weights 1.00 GiB" in lines
-    assert "2.00 GiB for 2 processes" in lines
 
 
 def test_compiled_blocks_are_counted_as_eager_and_a_note_says_so():

@@ -261,22 +261,6 @@ def test_bad_options_are_refused_at_once(make, options, message):
         make(**options)
 
 
-def test_a_text_shorter_than_a_row_is_refused(make):
-    data = make(seq_len=1_000_000)
-    with pytest.raises(UsageError, match=r"^seq_len=1000000: the training data has \d+ tokens"):
-        data.setup()
-
-
-def test_a_model_with_too_small_a_vocabulary_is_told_before_training(make):
-    data = make()
-    data.setup()
-    with pytest.raises(
-        UsageError, match=r"^shard .*train_000000.bin, token \d+: id \d+ does not fit the model, which has"
-    ):
-        data.check_ids(300)
-    data.check_ids(400)
-
-
 # -- under Lightning
 
 
@@ -435,23 +419,6 @@ def test_fewer_than_two_documents_cannot_be_split(documents, found):
 
 
 # -- a text is its content
-
-
-def test_the_same_bytes_touched_copied_or_renamed_are_the_same_text_and_tokenized_once(make, story, capsys):
-    first = make()
-    first.setup()
-    capsys.readouterr()
-    os.utime(story, (1, 1))
-    copy = story.with_name("copied.md")
-    copy.write_bytes(story.read_bytes())
-    for file in (story, copy):
-        again = make(files=str(file))
-        again.setup()
-        assert again.folder == first.folder
-        assert capsys.readouterr().err == ""
-        assert str(file) in again.data_summary()
-    copy.write_bytes(story.read_bytes() + b"!")
-    assert make(files=str(copy)).folder != first.folder
 
 
 def test_a_file_is_read_for_its_hash_again_only_after_a_change_of_its_times(make, story, monkeypatch):
