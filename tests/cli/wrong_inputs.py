@@ -105,7 +105,7 @@ def unreadable(folder: Path, patch: pytest.MonkeyPatch) -> None:
     secret.mkdir()
     (secret / "text.txt").write_text("text")
 
-    def scandir(path: Any) -> Any:
+    def scandir(path: Any = ".") -> Any:
         if Path(str(path)).absolute().is_relative_to(secret):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)

@@ -143,11 +143,7 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
     [
         ("settings", {"model": module(optimizer=lambda groups: adamw(groups, lr=-1.0))}, "learning rate"),
         ("schedule", {"max_steps": 2}, "warmup_steps=2"),
-        (
-            "libraries",
-            {"model": module(compile_blocks=True)},
-            "torch.compile needs a C++ compiler on a CPU",
-        ),
+        ("libraries", {"model": module(compile_blocks=True)}, "torch.compile needs a C++ compiler on a CPU"),
         ("devices", {"devices": 1000}, "trainer.devices=1000: so many processes on this CPU: give at most"),
         ("data", {"train": "no.bin"}, "train='no.bin': matches no file; check the path"),
         ("data", {"val": "no.bin"}, "val='no.bin': matches no file; check the path"),

@@ -103,14 +103,6 @@ def test_a_tokenizer_without_an_end_of_text_needs_a_prompt(trained, tmp_path, ca
     assert run(capsys, *options, "--prompt", "def").startswith("def")
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused_in_one_line(trained, tmp_path):
-    checkpoint = torch.load(trained[2], weights_only=True)
-    del checkpoint["TextData"]
-    torch.save(checkpoint, tmp_path / "bare.ckpt")
-    with pytest.raises(UsageError, match="holds no tokenizer"):
-        door.run(["generate", "--ckpt_path", str(tmp_path / "bare.ckpt")])
-
-
 def test_each_sample_ends_at_its_own_end_of_text_and_the_rest_go_on():
     letters = SimpleNamespace(eot_id=0, decode=lambda ids: "".join("|abcdef"[token] for token in ids))
     drawn = (torch.tensor(pair) for pair in ([1, 2], [0, 3], [4, 4], [5, 0], [6, 6]))

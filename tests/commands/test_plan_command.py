@@ -12,6 +12,7 @@ import pytest
 import schedulefree
 import torch
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
+from commands.plan.test_memory_trace import really_kept
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -298,19 +299,13 @@ def test_what_products_in_fp8_keep_is_what_real_ones_keep():
     import_module("lightning_tricks.precision.float8_linear").unwrap_unsharded(
         part for part in module.modules() if isinstance(part, torch.nn.Linear)
     )
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
-    kept = {}
 
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
+    def loss_of(module):
+        ids = torch.zeros(2, 128, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(ids, labels=ids)
 
-    ids = torch.zeros(2, 128, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        loss = module(ids, labels=ids)
-    real = sum(memory.nbytes() for memory in kept.values())
-    assert loss.requires_grad
+    real = really_kept(module, loss_of)
     assert lines["activations"] + lines["head and loss"] == pytest.approx(real, rel=0.05)
 
 
