@@ -51,20 +51,14 @@ def names(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
 
 
-def test_what_is_loaded_is_what_was_saved(writer, tmp_path):
-    expected = checkpoint_of(*trained())
-    save(writer, expected, tmp_path / "a" / "at.ckpt")
-    assert_same(writer.load_checkpoint(tmp_path / "a" / "at.ckpt"), expected)
-    assert names(tmp_path / "a") == {"at.ckpt"}
-    assert read_record(tmp_path / "a" / "at.ckpt").step == 2
-
-
-def test_torch_and_lightning_open_our_file_and_we_theirs(writer, tmp_path):
-    expected, plain = checkpoint_of(*trained()), pl.plugins.TorchCheckpointIO()
-    save(writer, expected, tmp_path / "ours.ckpt")
+def test_what_is_saved_is_loaded_by_us_torch_and_lightning_and_we_open_theirs(writer, tmp_path):
+    expected, plain, ours = checkpoint_of(*trained()), pl.plugins.TorchCheckpointIO(), tmp_path / "a" / "ours.ckpt"
+    save(writer, expected, ours)
+    for found in (writer.load_checkpoint(ours), torch.load(ours, weights_only=True), plain.load_checkpoint(ours)):
+        assert_same(found, expected)
+    assert names(tmp_path / "a") == {"ours.ckpt"}
+    assert read_record(ours).step == 2
     plain.save_checkpoint(expected, tmp_path / "theirs.ckpt")
-    assert_same(torch.load(tmp_path / "ours.ckpt", weights_only=True), expected)
-    assert_same(plain.load_checkpoint(tmp_path / "ours.ckpt"), expected)
     assert_same(writer.load_checkpoint(tmp_path / "theirs.ckpt"), expected)
     assert read_record(tmp_path / "theirs.ckpt") is None
 

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoints.saved import flat
@@ -15,7 +14,6 @@ from harness.runs import trainer_with
 from lightning_tricks import RecipeCLI
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint, size_of_folder
-from lightning_tricks.cli import main
 from lightning_tricks.optim import decay_groups
 from lightning_tricks.optim.keep_settings_on_load import keep_settings_on_load
 
@@ -127,16 +125,6 @@ def file_and_folder(tmp_path):
     return file, of_file(file, tmp_path / "folder.ckpt", model)
 
 
-def test_a_folder_is_read_as_the_file_that_a_plain_trainer_saved(file_and_folder):
-    file, folder = file_and_folder
-    expected, found = flat(torch.load(file, weights_only=True)), flat(open_checkpoint(folder, weights_only=True))
-    assert found.keys() == expected.keys()
-    assert ("optimizer_states", 0, "param_groups", 1, "param_names", 0) in found
-    assert ("hyper_parameters", "weight_decay") in found
-    for path, value in expected.items():
-        assert torch.equal(found[path], value) if torch.is_tensor(value) else found[path] == value
-
-
 def test_a_plain_trainer_opens_it_and_goes_on_to_the_bit(file_and_folder):
     ends = []
     for path in file_and_folder:
@@ -161,32 +149,9 @@ def test_the_recipes_checks_of_names_and_settings_are_at_work(file_and_folder, t
         fit_with_ours(Line(recipe=True), 4, folder)
 
 
-def test_what_is_no_checkpoint_is_refused_before_it_is_used(file_and_folder, tmp_path):
-    (file_and_folder[1] / ".metadata").unlink()
-    with pytest.raises(UsageError, match="incomplete: "):
-        fit_with_ours(Line(), 4, file_and_folder[1])
-    bare = tmp_path / "bare.pt"
-    for content in (Line().state_dict(), torch.zeros(1)):
-        torch.save(content, bare)
-        with pytest.raises(UsageError, match="holds no state_dict, so it is no checkpoint of Lightning"):
-            fit_with_ours(Line(), 4, bare)
-
-
 @pytest.mark.parametrize("plugins", ["[]", "[AsyncCheckpointIO]"])
 def test_the_command_line_opens_folders_unless_the_recipe_brings_a_reader(plugins, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
     cli = RecipeCLI(run=False, args=["--config", str(recipe), "--trainer.plugins", plugins])
     assert isinstance(cli.trainer.strategy.checkpoint_io, AtomicCheckpointIO) is (plugins == "[]")
-
-
-def test_the_command_line_says_so_before_anything_is_built_where_the_checkpoint_is_not_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(pl.Trainer, "_run", lambda *args, **kwargs: pytest.fail("it ran"))
-    (tmp_path / "at.ckpt").mkdir()
-    (tmp_path / "at.ckpt" / "__0_0.distcp").touch()
-    recipe = str(Path(__file__).parents[2] / "recipes" / "tiny.yaml")
-    for name, message in (("at.ckpt", "incomplete: "), ("no.ckpt", "there is no such file or folder")):
-        args = ["--config", recipe, "--trainer.logger", "false", "--ckpt_path", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
-        with pytest.raises(UsageError, match=message):
-            main(["fit", *args])

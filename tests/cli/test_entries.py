@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.wrong_inputs import SMALL
 from harness.preloaded import python
 from lightning.pytorch import Trainer
 
@@ -21,8 +20,9 @@ from lightning.pytorch import LightningModule
 
 
 class Mine(LightningModule):
-    def __init__(self, width: int = 2) -> None:
+    def __init__(self, width: int = 2, momentum: float = 0.0) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.layer = torch.nn.Linear(width, 1)
 
     def training_step(self, batch, batch_idx):
@@ -32,7 +32,7 @@ class Mine(LightningModule):
         return torch.utils.data.DataLoader(torch.ones(8, 2))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.hparams.momentum)
 """
 SCRIPT = (
     "from mine import Mine\nfrom lightning_tricks import RecipeCLI\n\nif __name__ == '__main__':\n    RecipeCLI(Mine)\n"
@@ -167,13 +167,3 @@ def test_a_trainer_of_ones_own_runs_the_commands_too(project):
     with pytest.raises(UsageError, match=r"^prepare: the recipe has no data$"):
         RecipeCLI(args=["prepare", *settings], trainer_class=Own)
     del sys.modules["mine"]
-
-
-def test_from_python_a_mistake_is_an_exception(project):
-    from lightning_tricks import RecipeCLI, load_recipe
-
-    (project / "small.yaml").write_text(SMALL)
-    with pytest.raises(UsageError, match=r"did you mean trainer\.max_steps\?"):
-        RecipeCLI(args=["fit", "--config", "small.yaml", "--trainer.max_step", "1"])
-    with pytest.raises(UsageError, match="lr=fast: give a number"):
-        load_recipe("--config", "small.yaml", "--model.optimizer.lr", "fast")

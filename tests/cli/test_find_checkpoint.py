@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from cli.test_run_folder import Toy, command_line, folders, step_of
 from cli.wrong_inputs import SMALL
 from harness.preloaded import python
-from harness.processes import free_port
 from harness.processes import run as run_processes
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -371,40 +369,22 @@ def test_a_value_that_is_the_name_of_a_command_is_a_value():
     assert folders(Path("runs/test")) == ["version_0"]
 
 
-def two_processes(launcher: str, folder: Path, steps: int) -> subprocess.CompletedProcess:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    start = [python(), *(torchrun if launcher == "torchrun" else []), "-m", "lightning_tricks", "fit"]
-    command = [*start, "--config=small.yaml", f"--trainer.max_steps={steps}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-@pytest.fixture(scope="module")
-def two_steps(text_file, tmp_path_factory) -> Path:
-    """A run of two steps, whose newest checkpoint is damaged."""
-    folder = tmp_path_factory.mktemp("two") / "run"
-    folder.mkdir()
+@pytest.mark.long
+def test_two_processes_of_lightnings_launcher_go_on_from_the_same_whole_checkpoint(text_file, tmp_path):
+    """A run of two steps, whose newest checkpoint is damaged, goes on."""
     recipe = yaml.safe_load(SMALL) | {"resume": "auto"}
     recipe["data"]["init_args"]["files"] = text_file
     logger = {"class_path": "ResumingTensorBoardLogger", "init_args": {"save_dir": "runs", "name": "small"}}
     saver = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_top_k": -1}}
     recipe["trainer"] |= {"devices": 2, "strategy": "ddp", "logger": logger, "callbacks": [saver]}
     del recipe["trainer"]["enable_checkpointing"]
-    (folder / "small.yaml").write_text(yaml.safe_dump(recipe))
+    Path("small.yaml").write_text(yaml.safe_dump(recipe))
     alone = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.max_steps=2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("sys.argv", ["lightning-tricks"])
-        RecipeCLI(args=["fit", "--config=small.yaml", *alone])
-    flip(max(folder.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns))
-    return folder
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_two_processes_go_on_from_the_same_whole_checkpoint(launcher, two_steps, tmp_path):
-    done = two_processes(launcher, shutil.copytree(two_steps, tmp_path / "run", symlinks=True), 4)
+    RecipeCLI(args=["fit", "--config=small.yaml", *alone])
+    flip(max(tmp_path.glob("runs/small/*/checkpoints/epoch*.ckpt"), key=lambda path: path.stat().st_mtime_ns))
+    command = [python(), "-m", "lightning_tricks", "fit", "--config=small.yaml", "--trainer.max_steps=4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "resume=auto" in line or "Going on" in line]
     assert len(said) == 3, said
     assert "passed over: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]

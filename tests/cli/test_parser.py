@@ -12,12 +12,7 @@ from lightning_tricks._core.suggest import _WORDS_FOR, SYNONYMS, did_you_mean
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli import RecipeCLI, recipe_parser
 from lightning_tricks.cli.recipe_cli import RecipeTrainer
-from lightning_tricks.cli.recipe_parser import (
-    RecipeParser,
-    join_negative_numbers,
-    load_text,
-    nameable_classes,
-)
+from lightning_tricks.cli.recipe_parser import RecipeParser, join_negative_numbers, load_text, nameable_classes
 
 
 @pytest.fixture(scope="module")

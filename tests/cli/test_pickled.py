@@ -1,30 +1,18 @@
 """What a recipe names can be pickled before, in and after a fit of the command line, and trains in new processes."""
 
-import multiprocessing
 import pickle
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from harness import processes
+from cli.wrong_inputs import SMALL
 from harness.arguments import arguments_needed
 from harness.token_files import write_token_files
 
 import lightning_tricks
 from lightning_tricks.cli import RecipeCLI
 
-MODEL = {
-    "class_path": "LanguageModel",
-    "init_args": {
-        "decoder": {
-            "class_path": "Llama",
-            "init_args": {"vocab_size": 300, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16},
-        },
-        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-2}},
-        "schedule": {"class_path": "WarmupLinear", "init_args": {"warmup_steps": 1}},
-    },
-}
 CALLBACKS = [
     "EMA", "StepGuard", "ExactResume", "GoodputMonitor", "DoctorMonitor", "ActivationMonitor", "UpdateMonitor",
     "RunLedger", "MemoryMonitor", "CompressionBaseline",
@@ -46,7 +34,7 @@ def recipe(folder, data, **trainer):
     """A recipe of a small model on these data, in a file."""
     settings = {
         "seed_everything": 0,
-        "model": MODEL,
+        "model": yaml.safe_load(SMALL)["model"],
         "data": data,
         "trainer": {
             "accelerator": "cpu", "devices": 1, "max_steps": 2, "log_every_n_steps": 1, "val_check_interval": 2,
@@ -125,25 +113,3 @@ def test_each_public_part_can_be_pickled_before_a_fit(name, tmp_path, monkeypatc
     if issubclass(cls, pl.LightningDataModule):
         part.check_run(None, part, "fit")
     assert type(pickle.loads(pickle.dumps(part))) is cls
-
-
-def started_by(method):
-    """Options of a Trainer that fits in two processes, started in this way."""
-    strategy = {"class_path": "DDPStrategy", "init_args": {"start_method": method, "process_group_backend": "gloo"}}
-    return {"devices": 2, "strategy": strategy, "callbacks": ["StepGuard", "ExactResume", "SafeCheckpoint"]}
-
-
-def trains_and_resumes(arguments):
-    """Two steps and a checkpoint, then two steps more from it, in new processes each time."""
-    RecipeCLI(args=arguments)
-    RecipeCLI(args=[*arguments, "--trainer.max_steps=4", "--ckpt_path=last"])
-    steps = [checkpoint["global_step"] for step in (2, 4) if (checkpoint := torch.load(
-        f"runs/toy/version_0/checkpoints/step={step}.ckpt", weights_only=True))]  # fmt: skip
-    assert steps == [2, 4]
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_a_recipe_on_text_trains_and_resumes_in_processes_of_a_forkserver(tmp_path, text_data):
-    multiprocessing.get_context("forkserver").set_forkserver_preload(processes.PRELOADED)
-    trains_and_resumes(recipe(tmp_path, text_data, **started_by("forkserver")))

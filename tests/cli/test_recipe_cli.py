@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import yaml
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+from cli.test_entries import MODEL
 from cli.wrong_inputs import SMALL
 from harness.preloaded import python
 
@@ -162,35 +163,12 @@ def test_from_python_settings_may_be_a_mapping_in_place_of_a_command_line(kind, 
     assert RecipeCLI(args=kind(subcommand="fit", fit=fit), save_config_callback=None).trainer.global_step == 3
 
 
-FOREIGN = """
-import lightning.pytorch as pl
-import torch
-
-
-class Foreign(pl.LightningModule):
-    def __init__(self, momentum: float = 0.0):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).mean()
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(8, 2))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.hparams.momentum)
-"""
-
-
 def test_a_checkpoints_hyper_parameters_do_not_override_the_users(tmp_path, monkeypatch):
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
-    (tmp_path / "foreign_module.py").write_text(FOREIGN)
-    common = ["fit", "--model=foreign_module.Foreign", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    (tmp_path / "foreign_module.py").write_text(MODEL)
+    common = ["fit", "--model=foreign_module.Mine", "--trainer.accelerator=cpu", "--trainer.logger=false"]
     RecipeCLI(args=[*common, "--model.init_args.momentum=0.5", "--trainer.max_steps=2"])
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     again = [*common, "--trainer.max_steps=4", f"--ckpt_path={checkpoint}"]

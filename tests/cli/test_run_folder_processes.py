@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from harness import processes
 
 from lightning_tricks.checkpoints import verify_checkpoint
@@ -68,17 +67,3 @@ def spawned(folder: Path) -> None:
 def test_under_ddp_spawn_a_run_stays_and_goes_on(tmp_path):
     processes.end(processes.start_alone(spawned, tmp_path))
     verify_checkpoint(tmp_path / RUN / "checkpoints/last.ckpt")
-
-
-def torchrun(rank: int, folder: Path) -> None:
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
-    os.chdir(folder)
-    assert fit("ddp") == ""
-    torch.distributed.destroy_process_group()
-
-
-def test_under_torchrun_a_run_has_one_folder(tmp_path, monkeypatch):
-    processes.run(torchrun, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert left() == FILES
-    assert not RUN.with_name("version_1").exists()

@@ -44,20 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def without_optimizer(checkpoint: dict[str, Any]) -> None:
-    del checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-
-
 def other_class(checkpoint: dict[str, Any]) -> None:
     del checkpoint["decoder_config"]
     checkpoint["state_dict"] = {"layer.weight": torch.ones(1, 2)}
 
 
-CHANGES = {
-    "other": other_class,
-    "weights": without_optimizer,
-    "no_version": lambda checkpoint: checkpoint.pop("pytorch-lightning_version"),
-}
+CHANGES = {"other": other_class, "no_version": lambda checkpoint: checkpoint.pop("pytorch-lightning_version")}
 
 
 pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")

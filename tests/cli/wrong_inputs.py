@@ -6,7 +6,6 @@ line must hold: the option, its value, the remedy. `{folder}` in the arguments i
 Options that have nothing to do with the model come after a recipe whose model has none: it is read much faster.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,35 +99,18 @@ def plain(args: str | list[str], *words: str, **settings: Any) -> Row:
     return Row(args, words, recipe="plain.yaml", **settings)
 
 
-def checkpoint(name: str, *words: str, command: str = "fit") -> Row:
-    """A row that goes on from a wrong checkpoint, which the test writes."""
-    args = f"{command} --config small.yaml --trainer.max_steps 5 --ckpt_path {name}.ckpt"
-    return Row(args, ("ckpt_path", f"{name}.ckpt", *words), whole=True, lines=3)
-
-
-def fails(folder: Path, patch: pytest.MonkeyPatch, function: str, error: int) -> None:
-    """Have a function of `os` fail for what lies below a folder: root may write everywhere, and disks are not full."""
-    real = getattr(os, function)
-
-    def failing(path: object, *args: object, **kwargs: object) -> object:
-        if Path(str(path)).absolute().is_relative_to(folder):
-            raise OSError(error, os.strerror(error), str(path))
-        return real(path, *args, **kwargs)
-
-    patch.setattr(os, function, failing)
-
-
-def readonly(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """A folder `readonly`, in which no file can be made."""
-    (folder / "readonly").mkdir(exist_ok=True)
-    fails(folder / "readonly", patch, "open", 13)
-
-
 def unreadable(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """A folder `secret` of texts, which cannot be listed."""
-    (folder / "secret").mkdir(exist_ok=True)
-    (folder / "secret" / "text.txt").write_text("text")
-    fails(folder / "secret", patch, "scandir", 13)
+    """A folder `secret` of texts, which cannot be listed: root may list every real one."""
+    secret, real = folder / "secret", os.scandir
+    secret.mkdir()
+    (secret / "text.txt").write_text("text")
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(str(path)).absolute().is_relative_to(secret):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    patch.setattr(os, "scandir", scandir)
 
 
 def no_gpu(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -147,23 +129,10 @@ def environment(**variables: str) -> Prepare:
     return prepare
 
 
-def torchrun(world: str, hosts: str, local: str) -> Prepare:
-    """What torchrun sets for its first process."""
-    return environment(
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
-        **{"WORLD_SIZE": world, "GROUP_WORLD_SIZE": hosts, "LOCAL_WORLD_SIZE": local},
-        **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-    )
-
-
-def without(package: str) -> Prepare:
-    """A Python in which a package is not installed."""
-
-    def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
-        real = importlib.util.find_spec
-        patch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
-
-    return prepare
+TORCHRUN = environment(  # of the first of two processes
+    RANK="0", LOCAL_RANK="0", GROUP_RANK="0", WORLD_SIZE="2", GROUP_WORLD_SIZE="1", LOCAL_WORLD_SIZE="2",
+    TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+)  # fmt: skip
 
 
 def machine(bytes_of_host: int, cores: int) -> Prepare:
@@ -196,18 +165,7 @@ ROWS = [
     option("--model.learning_rate 1e-3", "LanguageModel", "learning_rate", "did you mean model.optimizer.lr?"),
     option("--model.optimizer.learning_rate 1e-3", "AdamW", "learning_rate", "did you mean lr?"),
     plain("--resume last", "resume=last", "give one of auto, none"),
-    edited(
-        "seed_everything: 0",
-        "seed_everything: 0\ninit_from: a.ckpt\nckpt_path: b.ckpt",
-        "init_from=a.ckpt and ckpt_path=b.ckpt",
-        "give one of them",
-    ),
-    command(
-        "fit --config plain.yaml --config from.yaml --config on.yaml",
-        "init_from=a.ckpt and ckpt_path=b.ckpt",
-        "give one of them",
-        files={"from.yaml": "init_from: a.ckpt\n", "on.yaml": "ckpt_path: b.ckpt\n"},
-    ),
+    edited("seed", "init_from: a\nckpt_path: b\nseed", "init_from=a and ckpt_path=b", "give one of them"),
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from other.ckpt", "init_from=other.ckpt", "has no 'decoder.", lines=3),
     option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
@@ -232,21 +190,7 @@ ROWS = [
     edited(TRAINER, "trainer:\n", "trainer=null", "trainer: {max_steps: 100}"),
     edited(MODEL, "model: [a]\n", "model: give a class", "class_path"),
     # Launchers and other machines.
-    plain(
-        "",
-        "trainer.devices=1",
-        "torchrun has started 2",
-        "--nproc-per-node",
-        lines=3,
-        prepare=torchrun("2", "1", "2"),
-    ),
-    option(
-        "--elastic true --resume auto --trainer.num_nodes 2 --trainer.devices 2",
-        "elastic: 3 processes",
-        "start 1, 2 or 4 processes",
-        lines=2,
-        prepare=torchrun("3", "3", "1"),
-    ),
+    plain("", "trainer.devices=1", "torchrun has started 2", "--nproc-per-node", lines=3, prepare=TORCHRUN),
     plain("--trainer.num_nodes 2", "trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT", "torchrun --nnodes"),
     plain("--trainer.accelerator cuda", "trainer: ", "can not run on your system", prepare=no_gpu),
     command(
@@ -258,13 +202,6 @@ ROWS = [
         "more devices",
         prepare=LAPTOP,
         files={"shard.bin": b"x"},
-    ),
-    option(
-        "--data.files p.parquet",
-        "p.parquet needs",
-        "lightning-tricks[parquet]",
-        prepare=without("pyarrow"),
-        files={"p.parquet": "x"},
     ),
     # Other commands.
     command("generate --ckpt_path list.ckpt", "list.ckpt holds no state_dict"),
@@ -285,8 +222,14 @@ ROWS = [
     option("--ckpt_path no_such.ckpt", "ckpt_path=no_such.ckpt", "no such file or folder"),
     option(["--ckpt_path", ""], "ckpt_path=''", "leave the option out"),
     plain("--ckpt_path small.yaml", "ckpt_path", "small.yaml", "no checkpoint"),
-    checkpoint("weights", "it holds weights only", "saved whole"),
-    checkpoint("no_version", "pytorch-lightning_version", "give the file"),
+    command(
+        "fit --config small.yaml --trainer.max_steps 5 --ckpt_path no_version.ckpt",
+        "ckpt_path",
+        "no_version.ckpt",
+        "pytorch-lightning_version",
+        "give the file",
+        lines=3,
+    ),
     # The machine.
     option([], "trainer: ", "--ntasks", prepare=environment(SLURM_NTASKS="4")),
 ]

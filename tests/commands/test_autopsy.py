@@ -20,7 +20,6 @@ from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
-from lightning_tricks.cli.recipe_cli import RecipeTrainer
 from lightning_tricks.commands.autopsy import autopsy, documents_of, joined, rows_of
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.data.order import WindowOrder
@@ -261,6 +260,8 @@ def test_the_command_prints_the_first_and_writes_all(trained, recipe, shard, tmp
     ("options", "message"),
     [
         ("--step 12", r"^autopsy needs a checkpoint: give --ckpt_path FILE, or --ckpt_path last for"),
+        ("--ckpt_path last --step 1 --top -1", r"^top=-1: give the number of documents"),
+        ("--ckpt_path last --step 1 --json no/all.json", r"^json=no/all.json: there is no such folder"),
         ("--ckpt_path last --step -1", r"^step=-1: .* from step 0 on \(as the logs count\)"),
         ("--ckpt_path last --step 26", r"^step=26: the run ends with step 25, counted from 0 \(trainer.max_steps=26\)"),
         ("--ckpt_path last --step 12 --data.seed 4", r"other data settings \(seed 3 -> 4\): give the recipe"),
@@ -292,20 +293,6 @@ def test_modules_data_and_checkpoints_that_lack_something_are_refused(trained, t
     for module, given, entries, message in cases:
         with pytest.raises(UsageError, match=message):
             autopsy(module, given, changed(trained, tmp_path, **entries), 5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ckpt_path": None}, r"^ckpt_path=none: autopsy needs the checkpoint of a run"),
-        ({"top": -1}, r"^top=-1: give the number of documents"),
-        ({"json": "no/all.json"}, r"^json=no/all.json: there is no such folder"),
-    ],
-)
-def test_options_are_refused_before_anything_is_read(options, message):
-    trainer = RecipeTrainer.of_one_process({"accelerator": "cpu", "logger": False})
-    with pytest.raises(UsageError, match=message):
-        trainer.autopsy(model(), None, trainer, **{"step": 1, "ckpt_path": "not read", **options})
 
 
 def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchanged(trained, tmp_path):

@@ -1,12 +1,12 @@
 """The plan of a run before it starts is what the run does: step by step, for each group; and its pictures."""
 
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+from cli.test_run_in_tokens import RECIPE
 from harness import runs
 from harness.token_files import write_token_files
 
@@ -27,13 +27,7 @@ from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import BatchSizeWarmup, LRMonitor, LRScalingRule, SafeCheckpoint, TotalTokens
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands.schedule.plan import planned, without_weights
-from lightning_tricks.commands.schedule.terminal import (
-    NamedPlan,
-    draw_in_terminal,
-    lr_lines,
-    marks_row,
-    place_of,
-)
+from lightning_tricks.commands.schedule.terminal import NamedPlan, draw_in_terminal, lr_lines, marks_row, place_of
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.monitors.tensorboard_dashboard import planned_lrs
@@ -267,38 +261,19 @@ def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
         lr_lines([NamedPlan("r", planned(model(), None, settings(4)))], "tokens")
 
 
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uniplot", None)
-    with pytest.raises(UsageError, match=r"needs uniplot: pip install 'lightning-tricks\[plot\]'"):
-        draw_in_terminal(plans(4))
-
-
 # ---- the command
-
-
-RECIPE = """\
-model:
-  class_path: LanguageModel
-  init_args:
-    decoder: {class_path: Llama, init_args: {vocab_size: 64, d_model: 16, n_layers: 1, n_heads: 2, max_seq_len: 8}}
-    optimizer: {class_path: AdamW, init_args: {lr: 1.0e-2}}
-    schedule: {class_path: WarmupLinear, init_args: {warmup_steps: 2}}
-data: {class_path: TokenData, init_args: {train: none.bin, vocab_size: 64, seq_len: 8, micro_batch_size: 4}}
-trainer: {accelerator: cpu, logger: {class_path: CSVLogger, init_args: {save_dir: ., name: first}}}
-total_tokens: 640
-"""
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_the_command_draws_a_recipe_in_tokens_against_another_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "90")
-    (tmp_path / "one.yaml").write_text(RECIPE)
-    (tmp_path / "two.yaml").write_text(RECIPE.replace("640", "320").replace("1.0e-2", "2.0e-2"))
+    (tmp_path / "one.yaml").write_text("total_tokens: 320\n" + RECIPE)
+    (tmp_path / "two.yaml").write_text("total_tokens: 160\n" + RECIPE)
     door.run(["schedule", "--config", "one.yaml", "--against", "two.yaml"])
     said = capsys.readouterr().out
-    assert "lr over steps of first: 20 steps, 640 tokens" in said
-    assert "two: 10 steps, 320 tokens, peak lr 0.02" in said
-    door.run(["schedule", "--config", "one.yaml", "--total_tokens", "1280"])
-    assert "40 steps, 1.28k tokens" in capsys.readouterr().out
+    assert "lr over steps of small: 20 steps, 320 tokens" in said
+    assert "two: 10 steps, 160 tokens, peak lr 0.0003" in said
+    door.run(["schedule", "--config", "one.yaml", "--total_tokens", "640"])
+    assert "40 steps, 640 tokens" in capsys.readouterr().out
     assert planned(*load_recipe("--config", "one.yaml")).total_steps == 20

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
+from cli.wrong_inputs import SMALL
 from harness.preloaded import python
 
 from lightning_tricks import ResumeReport, verify_resume
@@ -218,30 +220,6 @@ def test_a_function_of_a_script_is_found_again_and_the_script_s_main_part_is_not
     assert resume_process._find(verify_module._target(make)) is make
 
 
-RECIPE = """\
-seed_everything: 0
-model:
-  class_path: LanguageModel
-  init_args:
-    decoder: {class_path: Llama, init_args: {vocab_size: 300, d_model: 32, n_layers: 1, n_heads: 2, max_seq_len: 32}}
-    optimizer: {class_path: AdamW, init_args: {lr: 1.0e-3}}
-    schedule: {class_path: WarmupCosine, init_args: {warmup_steps: 2}}
-data:
-  class_path: TextData
-  init_args: {files: TEXT, cache_dir: cache, vocab_size: 300, seq_len: 32, micro_batch_size: 2}
-trainer:
-  accelerator: cpu
-  max_steps: 40
-  accumulate_grad_batches: 2
-  val_check_interval: 4
-  limit_val_batches: 1
-  logger: {class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: small}}
-  callbacks:
-    - TrainingProgressBar
-    - {class_path: ModelCheckpoint, init_args: {dirpath: kept, every_n_train_steps: 1, save_last: link}}
-"""
-
-
 @pytest.mark.parametrize("script", ["/bin/lightning-tricks", "/lib/lightning_tricks/__main__.py"])
 def test_the_runs_are_started_as_the_command_was(tmp_path, monkeypatch, script):
     def phases(command, steps):
@@ -257,7 +235,16 @@ def test_the_runs_are_started_as_the_command_was(tmp_path, monkeypatch, script):
 
 
 def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_file, tmp_path):
-    (tmp_path / "small.yaml").write_text(RECIPE.replace("TEXT", text_file))
+    recipe = yaml.safe_load(SMALL)
+    recipe["data"]["init_args"]["files"] = text_file
+    saver = {"dirpath": "kept", "every_n_train_steps": 1, "save_last": "link"}
+    recipe["trainer"] |= {
+        "max_steps": 40, "accumulate_grad_batches": 2, "val_check_interval": 4, "limit_val_batches": 1,
+        "enable_checkpointing": True, "enable_progress_bar": True,
+        "logger": {"class_path": "ResumingTensorBoardLogger", "init_args": {"save_dir": "runs", "name": "small"}},
+        "callbacks": ["TrainingProgressBar", {"class_path": "ModelCheckpoint", "init_args": saver}],
+    }  # fmt: skip
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
     command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

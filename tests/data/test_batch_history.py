@@ -55,8 +55,7 @@ def test_the_last_checkpoint_tells_the_samples_of_every_step_as_the_runs_took_th
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "line"),
-    [(2, []), (3, ["From step 4 on, a step has 6 rows; in the checkpoint's run it had 4"])],
+    ("micro_batches", "line"), [(2, []), (3, ["From step 4 on, a step has 6 rows; in the checkpoint's run it had 4"])]
 )
 def test_a_resume_with_another_batch_says_so_in_one_line(micro_batches, line, monkeypatch):
     said = []

@@ -21,32 +21,18 @@ def documents(*patterns: object, text_field: str = "text") -> list[str]:
     return list(text_files([str(pattern) for pattern in patterns], text_field).documents())
 
 
-def test_the_standard_library_is_there_without_its_tests():
+def test_the_standard_library_is_there():
     corpus = standard_library()
     texts = list(corpus.documents())
     assert 8e6 < sum(map(len, texts)) < 16e6
     assert len(set(texts)) == len(texts)
     assert Path(json.__file__).read_text(encoding="utf-8") in texts
-    assert not any("site-packages" in str(path) for path in [corpus.description])
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in corpus.description
-    library = Path(json.__file__).parents[1]  # Debian's has neither of the two
-    for tests in (library / "idlelib" / "idle_test", library / "test"):
-        for path in list(tests.glob("test_*.py"))[:20]:
-            assert path.read_text(encoding="utf-8", errors="replace") not in texts
 
 
 def test_the_standard_library_is_every_source_outside_the_skipped_folders_and_no_more(tmp_path, monkeypatch):
-    names = [
-        "a.py",
-        "b/c.py",
-        "b/test_d.py",
-        "test/e.py",
-        "b/tests/f.py",
-        "site-packages/g.py",
-        "b/__pycache__/h.py",
-        "i.txt",
-    ]
-    for number, name in enumerate(names):
+    names = "a.py b/c.py b/test_d.py test/e.py b/tests/f.py site-packages/g.py b/__pycache__/h.py i.txt"
+    for number, name in enumerate(names.split()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"x = {number}\n")
     (tmp_path / "j.py").mkdir()
@@ -245,16 +231,6 @@ def test_a_hugging_face_dataset_is_streamed(fake_datasets):
     assert fake.asked[0] == ("owner/name", None)
 
 
-def test_documents_of_a_hugging_face_dataset_are_tokenized_and_lie_in_no_file(fake_datasets, tmp_path):
-    fake_datasets([{"text": f"document {number} " * 9} for number in range(20)])
-    cache = str(tmp_path / "cache")
-    data = TextData(hf_dataset="owner/name", vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=cache)
-    data.setup()
-    text = (data.training_text() + data.validation_text()).decode()
-    assert all(f"document {number} " * 9 in text for number in range(20))
-    assert data.source_files([0, 5]) == [None, None]
-
-
 def test_a_hugging_face_dataset_that_fails_is_named_in_one_line(fake_datasets):
     fake_datasets(ConnectionError("no route\nto host"))
     with pytest.raises(UsageError, match=r"^hf_dataset='owner/name': cannot be read \(no route\)$"):
@@ -269,7 +245,9 @@ def test_a_dataset_of_the_hub_is_its_revision_and_that_revision_is_read(fake_dat
         fake = fake_datasets([{"text": f"{revision} {number} " * 9} for number in range(rows)], revision)
         data = TextData(hf_dataset=name, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=str(tmp_path))
         data.setup()
-        assert revision in data.training_text().decode()
+        text = (data.training_text() + data.validation_text()).decode()
+        assert all(f"{revision} {number} " * 9 in text for number in range(rows))
+        assert data.source_files([0, 5]) == [None, None]
         if fake.asked is not None:
             assert fake.asked[1]["revision"] == revision
         return data.folder, fake.asked is not None

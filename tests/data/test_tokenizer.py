@@ -65,20 +65,15 @@ def test_the_vocabulary_is_as_large_as_asked_for_unless_the_text_is_too_small(to
     assert vocabulary_size(train_bpe(["ab"], 4096)) == 258  # 256 bytes, end-of-text, "ab"
 
 
-def test_a_saved_tokenizer_is_the_same_one(tokenizer, tmp_path):
-    tokenizer.save(str(tmp_path / "t.json"))
-    loaded = load_tokenizer(tmp_path / "t.json")
-    assert loaded.to_str() == tokenizer.to_str()
-    assert 0 not in loaded.encode(END_OF_TEXT, add_special_tokens=False).ids
-
-
 def test_a_tokenizer_that_cuts_or_pads_is_told_not_to(tokenizer, tmp_path):
     other = Tokenizer.from_str(tokenizer.to_str())
     other.enable_truncation(3)
     other.enable_padding(length=100)
     other.save(str(tmp_path / "t.json"))
+    loaded = load_tokenizer(tmp_path / "t.json")
     text = "the cat sat on the mat and much more"
-    assert load_tokenizer(tmp_path / "t.json").encode(text).ids == tokenizer.encode(text).ids
+    assert loaded.encode(text).ids == tokenizer.encode(text).ids
+    assert 0 not in loaded.encode(END_OF_TEXT, add_special_tokens=False).ids
 
 
 def test_the_byte_alphabet_is_gpt_2_s():

@@ -10,7 +10,6 @@ from cli.wrong_inputs import SMALL
 from commands.exported import TEXT, VOCABULARY, checkpoint, save
 from models.decoders import build
 
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI
 from lightning_tricks.data import TextData, corpus
 from lightning_tricks.models import Llama
@@ -67,10 +66,3 @@ def test_validate_gives_the_bits_per_byte_of_the_whole_text_whatever_the_recipe_
         nats = sum(decoder(batch["input_ids"], labels=batch["labels"]).double().item() for batch in batches)
     bits = nats / log(2) / len((TEXT[:500] + "čtyři").encode())
     assert cli.trainer.callback_metrics["val/bits_per_byte"].item() == pytest.approx(bits, rel=1e-5)
-
-
-def test_a_tokenizer_that_is_missing_is_refused(tmp_path):
-    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0"}, tmp_path / "bare.ckpt")
-    (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(UsageError, match="holds no tokenizer"):
-        rows_of(tmp_path, tmp_path / "bare.ckpt", tmp_path / "text.txt")

@@ -89,11 +89,7 @@ def test_of_several_runs_the_newest_is_taken(tmp_path):
     os.utime(old / "events.out.tfevents.1.a", (1e9, 1e9))
     assert find_run(tmp_path) == new
     assert find_run(old) == old
-
-
-def test_a_run_is_taken_and_not_the_plan_in_its_folder_though_a_copy_made_that_the_newest(tmp_path):
-    run = written(tmp_path / "version_0", *losses(range(9)))
-    written(run / "plan", scalar("plan/lr", 0, 0.1))
-    os.utime(run / "events.out.tfevents.1.a", (1e9, 1e9))
-    assert find_run(tmp_path) == run
-    assert find_run(run / "plan") == run / "plan"  # as asked for
+    written(new / "plan", scalar("plan/lr", 0, 0.1))  # which a copy made the newest
+    os.utime(new / "events.out.tfevents.1.a", (1e9 + 1, 1e9 + 1))
+    assert find_run(tmp_path) == new
+    assert find_run(new / "plan") == new / "plan"  # as asked for

@@ -6,6 +6,7 @@ line; a warning is an error here.
 
 import contextlib
 import csv
+import io
 import json
 import math
 import os
@@ -140,9 +141,17 @@ BOMB = "a: &a [x, x]\n" + "".join(
 @example(content=b"a: " + b"9" * 5000 + b"\nb: !!int x\nc: !!float ''\nd: !!bool y\ne: 2001-99-99\nf: !!timestamp z\n")
 @example(content=b"a: !!binary '%'\nb: !!set {x, y}\nc: !!omap [a: 1]\nd: =\ne: !!null x\n? [1]\n: 2\n")
 @example(content="a: é\n".encode("utf-16"))
-def test_any_bytes_as_settings_hide_no_run(beside, content):
+@example(content=b"step,train/loss\n0,\x00\n" + b"\x00" * 200_000 + b"\n2,3.0\n")
+@example(content=b'step,train/loss\n0,1.0\n1,"2.0\n' + b"2,3.0\n" * 40_000)
+@example(content=b'"' + b"a" * 200_000 + b"\n")
+def test_any_bytes_in_a_file_hide_no_run(beside, content):
+    """As settings, as a table, as events; alone and behind a good beginning."""
     beside(settings=content)
     beside(hparams=content, config=None)
+    beside(table=content, log=None)
+    beside(table=b"step,train/loss\n" + content, log=None)
+    beside(events=content)
+    beside(events=recorded(40) + content, log=None)
 
 
 @junk
@@ -238,16 +247,6 @@ heads = st.sampled_from(
 
 
 @junk
-@given(content=raw)
-@example(content=b"step,train/loss\n0,\x00\n" + b"\x00" * 200_000 + b"\n2,3.0\n")
-@example(content=b'step,train/loss\n0,1.0\n1,"2.0\n' + b"2,3.0\n" * 40_000)
-@example(content=b'"' + b"a" * 200_000 + b"\n")
-def test_any_bytes_as_a_table_hide_no_run(beside, content):
-    beside(table=content, log=None)
-    beside(table=b"step,train/loss\n" + content, log=None)
-
-
-@junk
 @given(header=st.lists(heads, max_size=6), rows=st.lists(st.lists(cells, max_size=7), max_size=12))
 @example(header=["step", "val/loss", "train/batch_tokens"], rows=[["0", "1.0", "nan"], ["1e15", "2.0", "inf"]])
 @example(header=["step", "val/loss"], rows=[["0", "1e308"], ["1", "-1e308"], ["2", "1e308"]])
@@ -258,12 +257,10 @@ def test_any_bytes_as_a_table_hide_no_run(beside, content):
 def test_any_table_hides_no_run(beside, header, rows):
     """With a column of steps, as a logger counts them, or with any."""
     for steps in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            with Path(folder, "table").open("w", newline="", encoding="utf-8", errors="replace") as file:
-                table = csv.writer(file)
-                table.writerow(["step", *header] if steps else header)
-                table.writerows([number, *row] if steps else row for number, row in enumerate(rows))
-            beside(table=Path(folder, "table").read_bytes(), log=None)
+        table = csv.writer(file := io.StringIO())
+        table.writerow(["step", *header] if steps else header)
+        table.writerows([number, *row] if steps else row for number, row in enumerate(rows))
+        beside(table=file.getvalue().encode("utf-8", "replace"), log=None)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -312,13 +309,6 @@ records = st.one_of(
     st.builds(framed, st.binary(max_size=40)),
     st.builds(framed, st.binary(max_size=40), st.one_of(st.integers(0, 80), st.integers(0, 2**64 - 1))),
 )
-
-
-@junk
-@given(content=raw)
-def test_any_bytes_as_an_event_file_hide_no_run(beside, content):
-    beside(events=content)
-    beside(events=recorded(40) + content, log=None)
 
 
 @junk

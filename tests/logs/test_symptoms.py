@@ -1,12 +1,11 @@
 """Each symptom is found in a log that has it, with its figures, and not in one that is the same without it."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_tricks.logs import loss_symptoms, symptoms
+from lightning_tricks.logs import loss_symptoms
 from lightning_tricks.logs.run_log import (
     RunLog,
     Series,
@@ -246,10 +245,3 @@ def test_bins_trends_and_heights():
     assert np.isnan(above[[0, 1, 3, 4]]).all()
     assert shown_steps([1, 2, 3]) == "1, 2, 3"
     assert shown_steps(range(6)) == "0, 1, 2, 3 and 2 more"
-
-
-def test_every_threshold_is_used():
-    for module in (loss_symptoms, symptoms):
-        names = [name for name in vars(module) if name.isupper() and isinstance(vars(module)[name], int | float)]
-        source = Path(module.__file__).read_text(encoding="utf-8")
-        assert [name for name in names if source.count(name) < 2] == []

@@ -16,13 +16,7 @@ from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
 from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import Change, changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
-from lightning_tricks.commands.plan.memory import (
-    UNTRACEABLE,
-    WholeModel,
-    at_full_depth,
-    traces_of,
-    whole_model,
-)
+from lightning_tricks.commands.plan.memory import UNTRACEABLE, WholeModel, at_full_depth, traces_of, whole_model
 from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup, read_setup
 from lightning_tricks.commands.schedule.plan import planned_tokens
@@ -167,12 +161,7 @@ class MemoryPlan:
 
 
 def plan_recipe(
-    module: Any,
-    datamodule: Any,
-    trainer: Mapping[str, Any],
-    options: PlanOptions = _DEFAULT,
-    *,
-    suggest: bool = True,
+    module: Any, datamodule: Any, trainer: Mapping[str, Any], options: PlanOptions = _DEFAULT, *, suggest: bool = True
 ) -> MemoryPlan:
     """Plan a run from a recipe's objects, as `load_recipe` returns them; the devices need not exist here.
 

@@ -12,12 +12,7 @@ from lightning_tricks.commands import Recipe
 
 
 def run(
-    model: Any,
-    datamodule: Any,
-    trainer: Any,
-    *,
-    against: str | None = None,
-    x: Literal["steps", "tokens"] = "steps",
+    model: Any, datamodule: Any, trainer: Any, *, against: str | None = None, x: Literal["steps", "tokens"] = "steps"
 ) -> None:
     """Draw the learning rate of a recipe over its run, and a table of the run's phases.
 

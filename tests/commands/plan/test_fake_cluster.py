@@ -45,17 +45,23 @@ def test_a_rank_has_its_part_of_each_matrix_and_sends_over_each_axis():
     assert "over 32 shards a micro-batch: gathers 2 x " in view.table
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_the_table_counts_what_tensor_ranks_send_for_a_token(sequence_parallel):
-    dims, options = ParallelDims(tensor=4).of_world(12), ParallelOptions(sequence_parallel=sequence_parallel)
-    view = view_cluster(lambda: Decoder(CONFIG), dims, options, loss, [0])[0]
+def sent_over_four(view, least, whole):
+    """Elements that four ranks send, in collectives of `least` or more, each times `whole` of its name."""
     sent = 0
     for collective in view.collectives:
         (shape,) = collective.sizes[-1:]
         elements = math.prod(int(size) for size in re.findall(r"\d+", shape.partition(")")[0]))
-        if collective.ranks == 4 and elements >= 32 * 32 / 4:  # not the scales' gradients, nor the loss of 32 tokens
-            whole = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1, "all_reduce": 2}
+        if collective.ranks == 4 and elements >= least:
             sent += elements * whole.get(collective.name, 0)
+    return sent
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_table_counts_what_tensor_ranks_send_for_a_token(sequence_parallel):
+    dims, options = ParallelDims(tensor=4).of_world(12), ParallelOptions(sequence_parallel=sequence_parallel)
+    view = view_cluster(lambda: Decoder(CONFIG), dims, options, loss, [0])[0]
+    whole = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1, "all_reduce": 2}
+    sent = sent_over_four(view, 32 * 32 / 4, whole)  # not the scales' gradients, nor the loss of 32 tokens
     assert f"a token: {4 * sent / 32 / 1024:.2f} KiB of activations" in view.table  # of 32 tokens, in fp32
 
 
@@ -66,14 +72,9 @@ def test_what_context_ranks_send_for_a_token_is_the_sum_of_the_collectives(metho
     dims = ParallelDims(tensor=tensor, context=4).of_world(12 * tensor)
     options = ParallelOptions(context_method=method, activation_checkpointing=mode)
     view = view_cluster(lambda: Decoder(config), dims, options, loss, [0])[0]
-    sent = 0
-    for collective in view.collectives:
-        (shape,) = collective.sizes[-1:]
-        elements = math.prod(int(size) for size in re.findall(r"\d+", shape.partition(")")[0]))
-        if collective.ranks == 4 and elements >= 8 * 8:  # not the sums of the loss
-            # on a CPU positions and heads are exchanged by a gather, of which each rank keeps its part
-            whole = {"all_gather_into_tensor": 4 if method == "gather" else 1, "reduce_scatter_tensor": 1}
-            sent += elements * whole[collective.name]
+    # on a CPU positions and heads are exchanged by a gather, of which each rank keeps its part
+    whole = {"all_gather_into_tensor": 4 if method == "gather" else 1, "reduce_scatter_tensor": 1}
+    sent = sent_over_four(view, 8 * 8, whole)  # not the sums of the loss
     # 8 of the 32 tokens, in fp32; 2 blocks of width 32, whose forward pass runs twice with checkpointing
     times = 2 if mode == "none" else 3
     by_hand = {"gather": 2 * 4 * 8 * kv_heads // tensor, "ulysses": 4 * 32}[method]  # 2 heads are repeated for 4 ranks
@@ -98,10 +99,7 @@ def test_a_process_in_a_group_is_no_cluster():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("hold", "over_shards", "over_replicas"),
-    [(False, 12, 12), (True, 3, 3)],
-)
+@pytest.mark.parametrize(("hold", "over_shards", "over_replicas"), [(False, 12, 12), (True, 3, 3)])
 def test_gradients_that_wait_for_the_last_of_four_micro_batches_are_sent_once(hold, over_shards, over_replicas):
     def step(decoder):
         for number in range(4):

@@ -56,7 +56,7 @@ def decoder(depth, config=Llama, mode="none", **sizes):
     return made
 
 
-def really_kept(module):
+def really_kept(module, loss_of=loss_of):
     """Bytes that the forward pass keeps for the backward pass, beside the weights."""
     own = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
     kept = {}
