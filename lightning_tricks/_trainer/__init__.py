@@ -68,7 +68,6 @@ from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import LastStep as LastStep
 from lightning_tricks._trainer.run_length import is_last_step as is_last_step
-from lightning_tricks._trainer.run_length import micro_batches_before_validation as micro_batches_before_validation
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import RunningCall as RunningCall
