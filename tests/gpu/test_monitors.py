@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from gpu.silence import Silence
 from torch.utils.data import DataLoader
 
 from lightning_tricks._trainer.lightning import pl
@@ -24,25 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CONFIG = Llama(vocab_size=512, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=128)
 FIRST, LAST = 1, 8  # steps between which no wait is allowed; 2, 4 and 6 are measured, nothing is read before
-
-
-@pytest.fixture
-def _sync_mode_restored():
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-class Silence(pl.Callback):
-    """An error for any wait, from step `FIRST` to step `LAST`."""
-
-    steps = 0
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == FIRST:
-            torch.cuda.set_sync_debug_mode("error")
-        if batch_idx == LAST:
-            torch.cuda.set_sync_debug_mode("default")
-        self.steps += torch.cuda.get_sync_debug_mode() == 2
 
 
 def train(*callbacks, compile_blocks=False, steps=10):
@@ -74,12 +56,11 @@ class Eager(pl.Callback):
         buffer.flush = lambda: flush() if trainer.global_step > LAST else None
 
 
-@pytest.mark.usefixtures("_sync_mode_restored")
 @pytest.mark.parametrize("compile_blocks", [False, True])
 def test_measuring_waits_for_nothing(compile_blocks):
-    silence = Silence()
+    silence = Silence(lambda _, batch_idx: FIRST <= batch_idx < LAST)
     _, metrics = train(*monitors(), Eager(), silence, compile_blocks=compile_blocks)
-    assert silence.steps == LAST - FIRST
+    assert silence.batches == LAST - FIRST
     assert {name.split("/")[0] for name in metrics} >= {"activations", "attention", "goodput", "memory", "updates"}
 
 
