@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import page_lists
 import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
@@ -127,17 +126,6 @@ def test_a_page_begins_with_its_title_and_a_sentence_that_says_what_one_gets(pag
 def test_no_section_of_a_card_is_empty(page):
     sections = re.split(r"^## .+$", page.read_text(encoding="utf-8"), flags=re.M)[1:]
     assert all(section.strip() for section in sections)
-
-
-def test_a_page_without_its_last_line_or_with_the_place_of_another_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_lists, "DOCS", tmp_path)
-    (tmp_path / "two.md").write_text("# Two\n\n<!-- Watch 10: a second one -->\n")
-    (tmp_path / "three.md").write_text("# Three\n\n<!-- Watch 10: a third one -->\n")
-    with pytest.raises(ValueError, match="three, two: two pages have one place"):
-        page_lists.pages()
-    (tmp_path / "three.md").write_text("# Three\n\n<!-- Wach 10: a third one -->\n")
-    with pytest.raises(ValueError, match=r"three.md: end it with"):
-        page_lists.pages()
 
 
 def test_every_public_name_stands_in_the_docs():

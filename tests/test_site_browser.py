@@ -30,18 +30,6 @@ def test_no_page_is_wider_than_a_phone_or_asks_for_what_is_not_there(site):
     assert (found, said) == ({}, [])
 
 
-def test_a_page_that_is_too_wide_is_found(site):
-    chromium, address, _ = site
-    tab, said = site_shots.watched(chromium, 390, 844, "light")
-    tab.route(
-        "**/wide/",
-        lambda route: route.fulfill(body="<p style='width:500px'><img src='/none.png'>", content_type="text/html"),
-    )
-    (fault,) = site_shots.look_at(tab, address + "wide/")[:1]
-    assert fault.endswith("pixels wide in a window of 390")
-    assert any(line.startswith("404 ") and line.endswith("none.png") for line in said)
-
-
 def test_search_finds_the_card_or_the_entry_of_every_public_name(site):
     chromium, address, _ = site
     tab, _ = site_shots.watched(chromium, 1280, 900, "light")
