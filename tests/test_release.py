@@ -1,4 +1,4 @@
-"""What a release and GitHub need of this repository: one version, the Pythons, the forms, the package's description."""
+"""What a release and GitHub need of this repository: one version, the Pythons, forms, description, kept promises."""
 
 import importlib.util
 import re
@@ -127,3 +127,28 @@ def test_each_package_of_the_release_extra_is_pinned():
     needed = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["optional-dependencies"]["release"]}
     assert needed <= pinned
     assert {re.match(r"[\w-]+", line)[0] for line in PROJECT["build-system"]["requires"]} <= needed
+
+
+# ---- SECURITY.md promises what a test holds
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """(file, function) of each test in the table; a function without a file is of the file before it."""
+    found, file = [], ""
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text("utf-8")):
+        file = path or file
+        if path or name:
+            found.append((file, name))
+    return found
+
+
+@pytest.mark.parametrize(("file", "name"), named_tests())
+def test_each_promise_names_a_test_that_is_there(file, name):
+    assert f"def {name}" in (ROOT / file).read_text("utf-8")
+
+
+def test_each_promise_has_a_test():
+    rows = [line for line in (ROOT / "SECURITY.md").read_text("utf-8").splitlines() if line.startswith("| ")]
+    promises = rows[rows.index("| promise | test |") + 1 :]
+    assert len(promises) == 11
+    assert all(re.search(r"\| `tests/[^|]*\|$", row) for row in promises)
