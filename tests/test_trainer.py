@@ -229,12 +229,6 @@ def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypat
     assert [process.wait() for process in _trainer.launched_processes(trainer)] == [0, 0]
 
 
-def test_spawn_and_fork_train_in_copies_of_the_trainer():
-    copies = {name: _trainer.trains_in_copies(trainer_with(strategy=name)) for name in ("ddp_fork", "ddp_spawn", "ddp")}
-    assert copies == {"ddp_fork": True, "ddp_spawn": True, "ddp": False}
-    assert not _trainer.trains_in_copies(trainer_with())
-
-
 @pytest.mark.long
 def test_without_its_observer_a_process_outlives_a_child_that_fails(tmp_path):
     code = """

@@ -51,7 +51,6 @@ from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_bro
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
 from lightning_tricks._trainer.processes import store_before_the_run as store_before_the_run
-from lightning_tricks._trainer.processes import trains_in_copies as trains_in_copies
 from lightning_tricks._trainer.run_facts import Layout as Layout
 from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
 from lightning_tricks._trainer.run_facts import data_rank as data_rank
