@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu.silence import Silence
+from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
-from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
@@ -139,16 +139,9 @@ def pinned_batches(count):
 
 
 def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
-    options = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "precision": "bf16-mixed",
-        "gradient_clip_val": 1.0,
-        **kwargs,
-    }
-    trainer = pl.Trainer(
-        max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", devices=1, log_every_n_steps=10,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=list(callbacks),
+    options = {"logger": False, "precision": "bf16-mixed", "gradient_clip_val": 1.0, **kwargs}
+    trainer = trainer_with(
+        *callbacks, max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", log_every_n_steps=10,
         default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(model, pinned_batches(accumulate * steps))
@@ -184,7 +177,7 @@ def test_with_every_monitor_nothing_waits_for_the_device_between_logged_steps(tm
     logger = ResumingTensorBoardLogger(tmp_path)
     trainer = fit(
         language_model(compile_blocks=compiled), tmp_path, silence, *every_monitor(), steps=32, accumulate=accumulate,
-        logger=logger, enable_progress_bar=True,
+        logger=logger,
     )  # fmt: skip
     assert silence.batches == 9 * accumulate - 1
     logged = trainer.callback_metrics

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 from gpu.silence import Silence
-from torch.utils.data import DataLoader
+from harness.models import batches
+from harness.runs import fit
 
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
@@ -33,12 +34,9 @@ def train(*callbacks, compile_blocks=False, steps=10):
     tokens = (5 * torch.arange(129) + torch.arange(4)[:, None]) % 16
     batch = {"input_ids": tokens[:, :-1].contiguous().pin_memory(), "labels": tokens[:, 1:].contiguous().pin_memory()}
     model = LanguageModel(decoder=CONFIG, compile_blocks=compile_blocks)
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="gpu", devices=1, precision="bf16-mixed", log_every_n_steps=10, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-    )  # fmt: skip
-    trainer.fit(model, DataLoader([batch] * steps, batch_size=None))
-    return [p.detach().clone() for p in model.parameters()], trainer.callback_metrics
+    options = {"accelerator": "gpu", "precision": "bf16-mixed", "log_every_n_steps": 10, "logger": False}
+    run = fit(model, *callbacks, data=batches([batch] * steps), max_steps=steps, **options)
+    return run.weights, run.trainer.callback_metrics
 
 
 def monitors():

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu.silence import Silence
+from harness.runs import trainer_with
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,10 +50,9 @@ def fit(plugin, *callbacks, compiled=True, epochs=20, data=None, ckpt_path=None,
     decoder = Llama(vocab_size=64, d_model=128, n_layers=2, n_heads=4, d_ff=256, max_seq_len=128)
     fused = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=3e-3, fused=True)}
     model = LanguageModel(decoder=decoder, compile_blocks=compiled, **fused)
-    settings = {"logger": False, "enable_checkpointing": False, "log_every_n_steps": 10, **options}
-    trainer = pl.Trainer(
-        max_epochs=epochs, plugins=plugin, gradient_clip_val=1.0, accelerator="gpu", devices=1,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), **settings,
+    trainer = trainer_with(
+        *callbacks, max_epochs=epochs, max_steps=-1, plugins=plugin, gradient_clip_val=1.0, accelerator="gpu",
+        **{"logger": False, "log_every_n_steps": 10, **options},
     )  # fmt: skip
     trainer.fit(model, batches() if data is None else data, ckpt_path=ckpt_path)
     return trainer, model
@@ -69,7 +69,7 @@ def test_a_compiled_model_learns(name):
 def test_a_resume_is_bitwise(name, tmp_path):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     plugin, again = PLUGINS[name](), PLUGINS[name]()
-    _, straight = fit(plugin, saver, epochs=2, enable_checkpointing=True)
+    _, straight = fit(plugin, saver, epochs=2)
     _, resumed = fit(again, epochs=2, ckpt_path=tmp_path / "step=3.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     assert again.state_dict() == plugin.state_dict()

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from gpu.silence import Silence
+from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
 from lightning_tricks._trainer.lightning import pl
@@ -64,11 +65,9 @@ def fit(strategy="auto", *callbacks, plugin=None, compiled=True, steps=8, ckpt_p
     decoder = Llama(vocab_size=64, d_model=128, n_layers=2, n_heads=4, d_ff=256, max_seq_len=128)
     optimizer = {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=3e-3, fused=True)}
     model = Model(decoder=decoder, compile_blocks=compiled, **optimizer)
-    settings = {"logger": False, "enable_checkpointing": False, "log_every_n_steps": 4, **options}
-    trainer = pl.Trainer(
-        max_steps=steps, max_epochs=-1, plugins=plugin, strategy=strategy, gradient_clip_val=0.5, accelerator="gpu",
-        devices=1, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        use_distributed_sampler=False, **settings,
+    trainer = trainer_with(
+        *callbacks, max_steps=steps, max_epochs=-1, plugins=plugin, strategy=strategy, gradient_clip_val=0.5,
+        accelerator="gpu", use_distributed_sampler=False, **{"logger": False, "log_every_n_steps": 4, **options},
     )  # fmt: skip
     trainer.fit(model, batches(), ckpt_path=ckpt_path)
     return trainer, model
@@ -115,7 +114,7 @@ def test_a_resume_is_bitwise_and_opens_without_the_strategy(as_folder, tmp_path)
     def strategy():
         return FSDP2Strategy(save_distributed_checkpoint=as_folder)
 
-    _, straight = fit(strategy(), saver(), enable_checkpointing=True)
+    _, straight = fit(strategy(), saver())
     _, resumed = fit(strategy(), ckpt_path=tmp_path / "step=4.ckpt")
     assert torch.equal(values(resumed.losses), values(straight.losses)[4:])
     for one, other in zip(straight.parameters(), resumed.parameters(), strict=True):
