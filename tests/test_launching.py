@@ -26,10 +26,7 @@ from lightning_tricks.checkpoints.open_checkpoint import load_file
 from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
 RECIPE = """
 seed_everything: 0
 model:

@@ -9,13 +9,7 @@ from harness.models import batches
 from harness.runs import fit
 
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.callbacks import (
-    ActivationMonitor,
-    AttentionMonitor,
-    GoodputMonitor,
-    MemoryMonitor,
-    UpdateMonitor,
-)
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, GoodputMonitor, MemoryMonitor, UpdateMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import max_logit

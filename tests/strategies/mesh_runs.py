@@ -15,13 +15,7 @@ import torch
 from harness.runs import Memory, trainer_with, whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Phi3Config, PreTrainedConfig
 
 from lightning_tricks import (
     EMA,

@@ -20,10 +20,7 @@ from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.long
-AVERAGES = {
-    "ema": lambda: EMA(decay=0.8),
-    "tail_average": lambda: TailAverage(horizon_steps=4),
-}
+AVERAGES = {"ema": lambda: EMA(decay=0.8), "tail_average": lambda: TailAverage(horizon_steps=4)}
 
 
 class Model(CausalLM):

@@ -357,11 +357,7 @@ class Searching(CausalLM):
         (CausalLM, {"blocks": ["layer"]}, "FSDP2Strategy.blocks: pattern 'layer' matches no submodule"),
         (CausalLM, {"mesh": {"tensor": 2}}, r"mesh={'tensor': 2}: give ParallelDims, such as ParallelDims\(tensor=2\)"),
         (CausalLM, {"mesh": ParallelDims(replicate=2)}, "mesh: replicate 2 does not divide the 1 devices"),
-        (
-            CausalLM,
-            {"activation_checkpointing": "ful"},
-            "activation_checkpointing='ful': give one of none, cheap",
-        ),
+        (CausalLM, {"activation_checkpointing": "ful"}, "activation_checkpointing='ful': give one of none, cheap"),
         (CausalLM, {"reduce_gradients": "replicas"}, "reduce_gradients='replicas': give one of micro_batch, step"),
     ],
 )
