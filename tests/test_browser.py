@@ -176,12 +176,3 @@ def test_the_link_opens_with_the_five_cards_pinned(page):
     shown = "".join(cards.all_inner_texts()).replace("\n", "")
     assert all(tag in shown for tag in PINNED)
     assert tab.locator("metrics-pinned-view line-chart canvas, metrics-pinned-view line-chart path").count() >= 5
-
-
-def test_the_recipe_and_the_result_are_there(page):
-    tab = page("#text")
-    for said in ("Scheduled", "max_steps", "gradient_clip_val"):
-        tab.get_by_text(said, exact=True).first.wait_for()
-    tab = page("#hparams")
-    tab.get_by_text("hp/val_loss").first.wait_for()
-    tab.get_by_text("2029.0").first.wait_for()  # the last validation, of the second run in its last step

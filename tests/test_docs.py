@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import page_lists
 import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 
@@ -129,17 +128,6 @@ def test_no_section_of_a_card_is_empty(page):
     assert all(section.strip() for section in sections)
 
 
-def test_a_page_without_its_last_line_or_with_the_place_of_another_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_lists, "DOCS", tmp_path)
-    (tmp_path / "two.md").write_text("# Two\n\n<!-- Watch 10: a second one -->\n")
-    (tmp_path / "three.md").write_text("# Three\n\n<!-- Watch 10: a third one -->\n")
-    with pytest.raises(ValueError, match="three, two: two pages have one place"):
-        page_lists.pages()
-    (tmp_path / "three.md").write_text("# Three\n\n<!-- Wach 10: a third one -->\n")
-    with pytest.raises(ValueError, match=r"three.md: end it with"):
-        page_lists.pages()
-
-
 def test_every_public_name_stands_in_the_docs():
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS)
     names = set(lightning_tricks.__all__) - {"__version__"}
@@ -172,3 +160,31 @@ def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exist
         fault, lost, file, test = re.fullmatch(r"(.+?) +\| (.+?) +\| `(test_\w+\.py)::(test_\w+)` *", line).groups()
         (path,) = (ROOT / "tests").rglob(file)
         assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), (fault, lost)
+
+
+# ---- docs/glossary.md: in the order of the alphabet, each word once, short, and with a page that treats it
+
+GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+ENTRIES = dict(re.findall(r"^### (.+)\n\n((?:(?!^#).*\n?)+)", GLOSSARY, re.M))
+GROUPS = re.findall(r"^## (\w) to (\w)$", GLOSSARY, re.M)
+
+
+def test_the_words_are_in_the_order_of_the_alphabet_and_each_stands_once():
+    words = re.findall(r"^### (.+)$", GLOSSARY, re.M)
+    assert words == sorted(set(words), key=str.lower)
+    assert len(words) == len(ENTRIES) >= 60
+
+
+def test_each_word_stands_below_the_heading_with_its_letter():
+    first, last = "", ""
+    for line in GLOSSARY.splitlines():
+        if match := re.fullmatch(r"## (\w) to (\w)", line):
+            first, last = match.groups()
+        elif line.startswith("### "):
+            assert first <= line[4].upper() <= last, line
+    assert "".join(a + b for a, b in GROUPS) == "".join(sorted("".join(a + b for a, b in GROUPS)))
+
+
+def test_each_entry_is_one_to_three_sentences_with_a_link():
+    assert [word for word, text in ENTRIES.items() if len(re.findall(r"\.(?:\s|$)", text)) > 3] == []
+    assert [word for word, text in ENTRIES.items() if not re.search(r"\]\(\w+\.md", text)] == []

@@ -33,10 +33,7 @@ from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.logs.ledger_file import NAME
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
 
 # of the same rows a step, on four processes and on two
 OF_FOUR = {"accumulate_grad_batches": 6, "val_check_interval": 18, "limit_val_batches": 3}

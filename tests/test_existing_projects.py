@@ -117,17 +117,6 @@ def test_all_monitors_at_once_leave_training_bitwise_unchanged(name):
     assert all(math.isfinite(value) for _, row in run.rows for value in row.values())
 
 
-def test_accumulation_epochs_validation_and_clip_go_together():
-    run = trained(
-        "dict", *monitors(), max_steps=-1, max_epochs=3, accumulate_grad_batches=3, gradient_clip_val=1e-3,
-        log_every_n_steps=1,
-    )  # fmt: skip
-    # four micro-batches an epoch: steps of three and of one
-    assert len(run.of("train/grad_norm")) == 6
-    assert all(norm > 1e-3 for norm in run.of("train/grad_norm"))
-    assert run.of("train/clipped_fraction") == [1.0] * 6
-
-
 def test_an_optimizer_without_gradients_and_a_batch_without_tensors_do_not_stop_the_run():
     def groups(parameters):
         return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.2}], lr=0.1)

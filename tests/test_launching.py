@@ -26,10 +26,7 @@ from lightning_tricks.checkpoints.open_checkpoint import load_file
 from lightning_tricks.commands.consolidate import run as consolidate
 from lightning_tricks.data import ShardWriter
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /proc")]
 RECIPE = """
 seed_everything: 0
 model:
@@ -244,17 +241,11 @@ def one_host(ended) -> Job:
     return job
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "slurm"])
+@pytest.mark.parametrize("launcher", ["lightning", "slurm", "two hosts"])
 def test_every_launcher_trains_the_same(launcher, one_host, ended):
     job = ended(launcher)
     assert set(job.codes) == {0}, job.out[-5000:]
     assert len(job.losses) == 6
-    assert job.losses == one_host.losses
-
-
-def test_two_hosts_train_as_one(one_host, ended):
-    job = ended("two hosts")
-    assert job.codes == [0, 0], job.out[-5000:]
     assert job.losses == one_host.losses
 
 
@@ -278,11 +269,12 @@ def test_a_rank_is_killed_and_the_run_goes_on_to_the_same_weights(one_host, ende
     assert job.losses == one_host.losses  # each step once
 
 
-def test_under_lightnings_launcher_a_killed_rank_is_named_and_none_is_left(ended):
-    job = ended("child is killed")
+@pytest.mark.parametrize("name", ["child is killed", "killed far away"])
+def test_under_lightnings_launcher_and_on_another_host_a_killed_rank_is_named_and_none_is_left(name, ended):
+    job = ended(name)
     assert job.seconds < 60
     assert len(re.findall(GONE.format(rank=1, world=2), job.out, re.M)) == 1
-    assert "Traceback" not in job.out
+    assert name == "killed far away" or "Traceback" not in job.out
 
 
 def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_are_stuck(ended):
@@ -293,12 +285,6 @@ def test_when_the_first_process_is_killed_the_others_say_so_and_end_though_they_
     for rank in (1, 2):
         assert f"rank {rank} is ended, 4 s later it was still here:" in job.out
     assert "pthreads.pthread_mutex_lock(mutex)" in job.out  # where
-
-
-def test_a_killed_rank_is_named_on_the_other_host(ended):
-    job = ended("killed far away")
-    assert job.seconds < 60
-    assert len(re.findall(GONE.format(rank=1, world=2), job.out, re.M)) == 1
 
 
 def test_a_rank_that_raises_shows_its_traceback_and_the_others_its_line(ended):

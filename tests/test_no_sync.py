@@ -5,8 +5,9 @@ from contextlib import ExitStack
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import runs
 from harness.device_reads import watching_reads
-from torch.utils.data import DataLoader
+from harness.models import batches
 
 from lightning_tricks import Llama
 from lightning_tricks.callbacks import (
@@ -57,17 +58,14 @@ def fit(folder, accumulate, *callbacks):
         schedule=WarmupStableDecay(warmup_steps=1, decay_steps=2),
     )  # fmt: skip
     batch = {name: torch.randint(0, 64, (2, 16)) for name in ("input_ids", "labels")}
-    trainer = pl.Trainer(
+    runs.fit(
+        model, *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
+        UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(), StepGuard(), EMA(),
+        TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(), DoctorMonitor(),
+        BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"), data=batches([batch] * (22 * accumulate)),
         max_steps=22, accumulate_grad_batches=accumulate, gradient_clip_val=1.0, log_every_n_steps=10,
-        logger=ResumingTensorBoardLogger(folder), enable_checkpointing=False, enable_model_summary=False,
-        accelerator="cpu", callbacks=[
-            *callbacks, GoodputMonitor(), GradNormMonitor(per="block"), MemoryMonitor(), ActivationMonitor(),
-            UpdateMonitor(), AttentionMonitor(), TensorBoardDashboard(), TrainingProgressBar(),
-            StepGuard(), EMA(), TailAverage(validate=False), RunLedger(), HangWatchdog(), GCControl(),
-            DoctorMonitor(), BatchSizeWarmup(stages={0: accumulate}, lr_rule="sqrt"),
-        ],
+        logger=ResumingTensorBoardLogger(folder),
     )  # fmt: skip
-    trainer.fit(model, DataLoader([batch] * (22 * accumulate), batch_size=None))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
-import pyarrow
-import pyarrow.parquet
 import pytest
 from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 
@@ -45,8 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(text)
     (folder / "notes").mkdir()
     (folder / "notes" / "mine.md").write_text(text[:30_000])
-    rows = {"body": text.split("\n\n"), "title": [str(n) for n, _ in enumerate(text.split("\n\n"))]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "books.parquet")
     return folder
 
 
@@ -87,20 +83,6 @@ def test_a_schedule_a_learning_rate_a_batch_and_fp32(pasted):
     assert "WarmupStableDecay in place of WarmupLinear" in said
     assert re.search(r"decay +24 +3,145,728 +0\.001 ", said)
     assert "CPU, fp32" in said
-
-
-def test_a_gpt2_of_six_layers_by_one_override(pasted):
-    said = pasted(*command_of("command_line.md", "GPT2", "n_layers: 6"), *SHORT, *SMALL_DATA, "--trainer.max_steps=2",
-                  "--trainer.logger.name=gpt2")  # fmt: skip
-    assert "GPT2 in place of Llama" in said
-    assert re.search(r"decay:embed +1 +1,048,576 +0\.008", said)
-    assert "decay:head" not in said
-
-
-def test_parquet_with_its_text_in_another_column(pasted):
-    said = pasted(*command_of("data.md", "books.parquet"), *SHORT, "--data.vocab_size=300", "--trainer.max_steps=2",
-                  "--trainer.logger.name=parquet")  # fmt: skip
-    assert "1 file(s): books.parquet" in said
 
 
 def test_a_branch_off_a_finished_run_then_a_text_and_a_fine_tuning(pasted, folder):

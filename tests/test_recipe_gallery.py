@@ -66,9 +66,3 @@ def test_what_was_measured_stands_in_the_header_of_the_recipe(monkeypatch):
     monkeypatch.setitem(fill_recipes.MEASURED, "tiny", "1.78 bits/byte")
     with pytest.raises(ValueError, match=r"tiny\.yaml: 1\.78 is not in its header"):
         fill_recipes.measured(recipes_folder() / "tiny.yaml")
-
-
-def test_large_numbers_are_short():
-    shown = {819_200: "819 k", 1_050_000: "1.05 M", 2_013_265_920_000: "2.01 T", 999: "999", 999_700: "1 M"}
-    assert {number: fill_recipes.short(number) for number in shown} == shown
-    assert (fill_recipes.duration(45.4), fill_recipes.duration(48.0)) == ("45 hours", "2 days")

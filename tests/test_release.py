@@ -1,4 +1,4 @@
-"""What a release and GitHub need of this repository: one version, the Pythons, the forms, the package's description."""
+"""What a release and GitHub need of this repository: one version, the Pythons, forms, description, kept promises."""
 
 import importlib.util
 import re
@@ -55,13 +55,6 @@ def test_the_workflows_must_pass_on_each_python_that_the_package_names_and_on_no
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
 
 
-def test_one_python_runs_all_that_a_change_must_pass():
-    parts = [row["part"] for row in JOBS["ci.run"]["strategy"]["matrix"]["include"]]
-    assert parts.count("") == 1
-    text = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert set(parts) - {""} <= set(re.findall(r"^# +\.ci/run (\w+)", text, re.M))
-
-
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_may_read_only_and_ends(name):
     workflow = WORKFLOWS[name]
@@ -76,12 +69,6 @@ def test_a_workflow_may_read_only_and_ends(name):
         assert checkout["with"]["persist-credentials"] is False
         runs = "".join(step.get("run", "") for step in job["steps"])
         assert "${{" not in runs  # values come by the environment: a name in a shell line could be a command
-
-
-def test_the_jobs_of_pre_releases_may_fail_and_say_so():
-    assert [name for name, job in JOBS.items() if job.get("continue-on-error") is True] == ["nightly.prerelease"]
-    steps = JOBS["nightly.prerelease"]["steps"]
-    assert [step["if"] for step in steps if "if" in step] == ["always()", "failure()"]
 
 
 def test_each_form_asks_for_what_one_needs_and_its_commands_exist():
@@ -119,19 +106,6 @@ def test_the_description_keeps_headings_and_code_of_the_readme_and_no_link_that_
     assert package.relative_links(description()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "links"),
-    [
-        ("[a](docs/a.md), ![b](b.png 'b') and [c](https://x.y/z)", ["docs/a.md", "b.png"]),
-        ('<a href="docs/a.md"><img src="b.svg"></a> <a href="#use">c</a>', ["docs/a.md", "b.svg"]),
-        ('<source srcset="dark.svg">', ["dark.svg"]),
-        ("`[a](b.md)`\n```text\n[a](b.md)\n```\n", []),
-    ],
-)
-def test_a_link_into_the_repository_is_found(text, links):
-    assert package.relative_links(text) == links
-
-
 def test_what_a_wheel_lacks_or_has_otherwise_is_named(tmp_path):
     for name in (
         "lightning_tricks/a.py",
@@ -153,3 +127,28 @@ def test_each_package_of_the_release_extra_is_pinned():
     needed = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["optional-dependencies"]["release"]}
     assert needed <= pinned
     assert {re.match(r"[\w-]+", line)[0] for line in PROJECT["build-system"]["requires"]} <= needed
+
+
+# ---- SECURITY.md promises what a test holds
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """(file, function) of each test in the table; a function without a file is of the file before it."""
+    found, file = [], ""
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text("utf-8")):
+        file = path or file
+        if path or name:
+            found.append((file, name))
+    return found
+
+
+@pytest.mark.parametrize(("file", "name"), named_tests())
+def test_each_promise_names_a_test_that_is_there(file, name):
+    assert f"def {name}" in (ROOT / file).read_text("utf-8")
+
+
+def test_each_promise_has_a_test():
+    rows = [line for line in (ROOT / "SECURITY.md").read_text("utf-8").splitlines() if line.startswith("| ")]
+    promises = rows[rows.index("| promise | test |") + 1 :]
+    assert len(promises) == 11
+    assert all(re.search(r"\| `tests/[^|]*\|$", row) for row in promises)

@@ -117,10 +117,7 @@ def test_a_save_that_fails_ends_every_part():
 @pytest.mark.parametrize(
     ("question", "owners"),
     [
-        (
-            r"is_a\([^)]*[Ss]trategy|hasattr\([^)]*strategy|\.__name__ [=!]= \"\w*Strategy",
-            ("_trainer/", "strategies/"),
-        ),
+        (r"is_a\([^)]*[Ss]trategy|hasattr\([^)]*strategy|\.__name__ [=!]= \"\w*Strategy", ("_trainer/", "strategies/")),
         (r"replaced\([^)]*\"save_checkpoint\"", ("_trainer/saves.py",)),
     ],
 )

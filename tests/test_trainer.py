@@ -4,7 +4,6 @@ A test that fails here after an update of Lightning names the function to read a
 """
 
 import ast
-import math
 import signal
 import subprocess
 import sys
@@ -12,14 +11,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import runs
-from harness.models import Small
+from harness.models import Small, Wrapper
 from harness.preloaded import python
 from harness.runs import Memory, On
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -33,17 +31,6 @@ from torch.utils.data import DataLoader
 import lightning_tricks
 from lightning_tricks import _trainer
 from lightning_tricks._core.replaced import replaced
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that wraps another as its attribute `optimizer`, as Lookahead does."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
 
 
 def model_with(optimizers: int = 1, **options: Any) -> Small:
@@ -240,12 +227,6 @@ def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypat
     monkeypatch.setattr(file, "_launch_process_observer", lambda _: None)  # it kills this process when one fails
     trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
     assert [process.wait() for process in _trainer.launched_processes(trainer)] == [0, 0]
-
-
-def test_spawn_and_fork_train_in_copies_of_the_trainer():
-    copies = {name: _trainer.trains_in_copies(trainer_with(strategy=name)) for name in ("ddp_fork", "ddp_spawn", "ddp")}
-    assert copies == {"ddp_fork": True, "ddp_spawn": True, "ddp": False}
-    assert not _trainer.trains_in_copies(trainer_with())
 
 
 @pytest.mark.long
@@ -713,15 +694,18 @@ def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1, mode:
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_running_part_is_the_place_of_a_stack(tmp_path, optimizers):
-    found = looked(tmp_path, _trainer.running_part, optimizers)
-    found.pop("", None)
+def test_running_part_is_the_place_of_a_stack_and_it_is_known_whether_that_evaluates(tmp_path, optimizers):
+    seen = looked(tmp_path, lambda stack: (_trainer.running_part(stack), _trainer.is_evaluating(stack)), optimizers)
+    seen.pop("", None)
+    found = {place: part for place, (part, _) in seen.items()}
     expected = {
         "between steps": "", "forward": "forward", "backward": "backward", "validation": "validation",
         "checkpoint": "checkpoint", "training loader 0": "loader", "validation loader 0": "loader",
         "after the fit": "",
     }  # fmt: skip
     assert found == expected | ({"optimizer": "optimizer"} if optimizers == 1 else {})
+    evaluating = {place for place, (_, answer) in seen.items() if answer}
+    assert evaluating == {"validation", "validation loader 0"}
 
 
 def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
@@ -757,11 +741,6 @@ def test_an_evaluation_of_a_checkpoint_is_logged_where_the_fit_logged_its_own(tm
     trainer = trainer_with(restore, **options)
     trainer.validate(model, data(1), ckpt_path=tmp_path / "six.ckpt", verbose=False)
     assert (logged, trainer.global_step) == ([2, 5, 5], 6)
-
-
-def test_is_evaluating_in_a_validation(tmp_path):
-    evaluating = looked(tmp_path, _trainer.is_evaluating)
-    assert {place for place, answer in evaluating.items() if answer} == {"validation", "validation loader 0"}
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -803,26 +782,3 @@ def test_a_step_limit_that_is_set_ends_the_run():
         assert trainer.max_steps == 2
         trainer.fit(model_with(), data(5))
     assert (trainer.global_step, trainer.max_steps) == (2, -1)
-
-
-@pytest.mark.parametrize(
-    ("batches", "interval", "every", "done", "end", "found"),
-    [
-        (math.inf, 10, 1, 0, 9, (10, 9)),
-        (math.inf, 10, 1, 0, 10, None),
-        (math.inf, 10, 1, 10, 19, (20, 19)),  # a branch from step 10 to step 19
-        (math.inf, 10, 1, 10, 20, None),
-        (math.inf, 10, 1, 10, 10, None),  # nothing is left to do
-        (7, 3, 1, 6, 9, (10, 9)),  # the third batch of the second epoch
-        (7, 7, 2, 7, 13, (14, 13)),
-        (7, 7, 2, 14, 27, (28, 27)),
-        (7, 4, None, 4, 7, (8, 7)),  # epochs do not count
-    ],
-)
-def test_the_next_validation_comes_where_lightning_counts_it(batches, interval, every, done, end, found):
-    trainer = SimpleNamespace(
-        val_check_batch=interval, check_val_every_n_epoch=every, num_training_batches=batches, enable_validation=True,
-        global_step=done, max_steps=end, accumulate_grad_batches=1,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
-    )  # fmt: skip
-    assert _trainer.micro_batches_before_validation(trainer) == found

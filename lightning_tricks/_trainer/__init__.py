@@ -51,7 +51,6 @@ from lightning_tricks._trainer.processes import sigterm_broadcast as sigterm_bro
 from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkpoint
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
 from lightning_tricks._trainer.processes import store_before_the_run as store_before_the_run
-from lightning_tricks._trainer.processes import trains_in_copies as trains_in_copies
 from lightning_tricks._trainer.run_facts import Layout as Layout
 from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
 from lightning_tricks._trainer.run_facts import data_rank as data_rank
@@ -68,7 +67,6 @@ from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import LastStep as LastStep
 from lightning_tricks._trainer.run_length import is_last_step as is_last_step
-from lightning_tricks._trainer.run_length import micro_batches_before_validation as micro_batches_before_validation
 from lightning_tricks._trainer.run_length import run_length as run_length
 from lightning_tricks._trainer.run_length import step_limit as step_limit
 from lightning_tricks._trainer.running import RunningCall as RunningCall

@@ -34,14 +34,6 @@ def store_before_the_run(trainer: Any) -> Any:
     return next(rendezvous("env://", environment.global_rank(), environment.world_size()))[0]
 
 
-def trains_in_copies(trainer: Any) -> bool:
-    """Whether training runs in child processes that get a copy of the Trainer: `ddp_spawn`, `ddp_fork`, `ddp_notebook`.
-
-    The process that calls `fit` then sees no batch. Read from strategies/launchers/multiprocessing.py.
-    """
-    return is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
-
-
 def dismiss_process_observer() -> None:
     """Let the `launched_processes` end with any exit code: a thread of Lightning kills this process for one but 0.
 

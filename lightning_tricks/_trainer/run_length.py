@@ -31,30 +31,6 @@ def run_length(trainer: Any) -> int | None:
     return min(ends, default=None)
 
 
-def micro_batches_before_validation(trainer: Any) -> tuple[int, int] | None:
-    """Micro-batches until the next validation of a run, and of the whole run, where the first number is the larger.
-
-    Both count from the first step of all, also in a run that goes on. None where the run validates, wants no
-    validation, or does not tell. Ask in `on_train_start`. Read from `_TrainingEpochLoop._should_check_val_fx`
-    (loops/training_epoch_loop.py).
-    """
-    interval, every = trainer.val_check_batch, trainer.check_val_every_n_epoch
-    if not trainer.enable_validation or trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
-        return None
-    if interval is None or math.isinf(interval):
-        return None
-    batches: float = trainer.num_training_batches
-    if every is None or math.isinf(batches):
-        every, batches = 1, math.inf
-    done, total = (accumulation(trainer).before(step) for step in (trainer.global_step, trainer.max_steps))
-    epoch, within = divmod(done, batches)
-    due = (within // interval + 1) * interval
-    if (epoch + 1) % every or due > batches:  # in the next epoch that has a validation
-        epoch, due = ((epoch + 1) // every + 1) * every - 1, interval
-    first = due if math.isinf(batches) else epoch * batches + due
-    return (int(first), total) if done < total < first else None
-
-
 def _steps_left_in_epochs(trainer: Any) -> int | None:
     """Optimizer steps until `max_epochs`.
 

@@ -40,7 +40,7 @@ def around_saves(
         during_save: a context for the save itself: it may put in place the weights to save, or take the time.
         after_save: called last, if this part's `before_save` was begun.
     """
-    part = _Part(before_save or _nothing_before, during_save or ExitStack, after_save or _nothing_after)
+    part = _Part(before_save or (lambda path: None), during_save or ExitStack, after_save or (lambda: None))
     saves = getattr(trainer.save_checkpoint, _FIELD, None)
     if saves is None:
         saves = _Saves()
@@ -76,14 +76,6 @@ class _Saves:
 
         setattr(save_checkpoint, _FIELD, self)
         return save_checkpoint
-
-
-def _nothing_before(path: Any) -> None:
-    pass
-
-
-def _nothing_after() -> None:
-    pass
 
 
 # ---- when the run may be saved

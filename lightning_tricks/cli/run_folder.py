@@ -24,8 +24,6 @@ from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_on
 from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
 from lightning_tricks.cli.recipe_parser import lightning_cli
-from lightning_tricks.mixins import OptimizerMixin
-from lightning_tricks.mixins.optimizer_mixin import say_if_never_validated
 
 
 def expand_save_dirs(trainer: Any) -> None:
@@ -109,11 +107,6 @@ class RunFolder(pl.Callback):
             ) from error
         self._made.append(folder)
         return True
-
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Say that nothing will be validated, as OptimizerMixin does for its modules."""
-        if not isinstance(pl_module, OptimizerMixin):
-            say_if_never_validated(trainer)
 
     def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
         """Training has begun; only now is the step of a resumed run known."""

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import (
-    equal_replicas,
-    is_a,
-    micro_batches_before_validation,
-    run_length,
-    weights_layout,
-)
+from lightning_tricks._trainer import equal_replicas, is_a, run_length, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
@@ -290,8 +284,8 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
 class ScheduleLength(pl.Callback):
     """Sets the length of each `ScheduleLR` when training starts, before the first step. Has no state.
 
-    It also says in one line if the learning rate jumps at a resume, and if the run ends before its first validation. It
-    is the last callback, because the others may move the position of a resumed run.
+    It also says in one line if the learning rate jumps at a resume. It is the last callback, because the others may
+    move the position of a resumed run.
     """
 
     @classmethod
@@ -319,7 +313,6 @@ class ScheduleLength(pl.Callback):
                 scheduler.load_state_dict({"last_epoch": trainer.global_step})
             if trainer.ckpt_path:
                 _say_if_lr_jumps(trainer, scheduler)
-        say_if_never_validated(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Leave the Trainer's callbacks as they were."""
@@ -334,17 +327,6 @@ def _say_if_lr_jumps(trainer: Any, scheduler: ScheduleLR) -> None:
         rank_zero_warn(
             f"step {trainer.global_step} has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule, its lr "
             f"or the length of the run (max_steps={trainer.max_steps}) is another one now; the recipe's are used"
-        )
-
-
-def say_if_never_validated(trainer: Any) -> None:
-    """One line if the run ends before its first validation, or goes on and ends before the next one."""
-    if (found := micro_batches_before_validation(trainer)) is not None:
-        first, total = found
-        rank_zero_warn(
-            f"val_check_interval={trainer.val_check_interval}: this run has no validation: the next one would come "
-            f"after {first} micro-batches, max_steps={trainer.max_steps} ends the run after {total}; set a smaller "
-            "val_check_interval, or limit_val_batches=0"
         )
 
 

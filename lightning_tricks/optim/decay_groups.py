@@ -18,6 +18,7 @@ from torch import nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import check_pattern, clean_name, repeated_blocks
 from lightning_tricks._core.tensors import whole_numel
+from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, param_roles
 from lightning_tricks.schedules import Schedule
 
@@ -296,6 +297,4 @@ def groups_table(groups: Iterable[dict[str, Any]], lr: float) -> str:
         rows.append((name, str(len(group["params"])), f"{numel:,}", f"{float(own_lr):g}", decay))
         tensors, parameters = tensors + len(group["params"]), parameters + numel
     rows.append(("total", str(tensors), f"{parameters:,}", "", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
-    return "\n".join(lines)
+    return "\n".join(lines_of(rows))

@@ -1,7 +1,7 @@
 """Sizes of a mesh by name, and which ranks share data, loss and weights; `Mesh` makes their process groups."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,6 @@ __all__ = ["ParallelDims"]
 _ORDER = ("replicate", "shard", "context", "tensor")
 _OWN_ROWS = ("replicate", "shard")  # ranks that differ along these have rows of their own
 _OWN_TOKENS = ("replicate", "shard", "context")  # and along these tokens of their own
-_LATER = ("pipeline", "expert")
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,22 @@ class ParallelDims:
             left.
         context: parts of each sequence. FSDP2 divides the weights over these ranks too.
         tensor: parts of each layer's matrices. These ranks have the same data.
-        pipeline: stages of the model; only 1 as yet.
-        expert: parts of the set of experts; only 1 as yet.
 
     Raises:
-        UsageError: a size that is no whole number of at least 1, or not -1 in `shard`; a pipeline or experts.
+        UsageError: a size that is no whole number of at least 1, or not -1 in `shard`.
     """
 
     replicate: int = 1
     shard: int = -1
     context: int = 1
     tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for axis in fields(self):
-            size = getattr(self, axis.name)
-            if size < 1 and (axis.name, size) != ("shard", -1):
-                hint = ", or -1 for all processes that are left" if axis.name == "shard" else ""
-                raise UsageError(f"mesh.{axis.name}={size!r}: give a whole number of at least 1{hint}")
-            if axis.name in _LATER and size != 1:
-                raise UsageError(f"mesh.{axis.name}={size}: not supported: leave it at 1")
+        for axis, size in self.sizes.items():
+            if size < 1 and (axis, size) != ("shard", -1):
+                hint = ", or -1 for all processes that are left" if axis == "shard" else ""
+                raise UsageError(f"mesh.{axis}={size!r}: give a whole number of at least 1{hint}")
 
     def of_world(self, world: int) -> "ParallelDims":
         """The same sizes with `shard` known, for `world` processes.

@@ -24,6 +24,7 @@ from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
@@ -136,11 +137,7 @@ def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
         counts[pattern, f"{layer.out_features} x {layer.in_features}", note] += 1
     rows = [("linear layers", "count", "shape", "products")]
     rows += [(pattern, str(count), shape, note) for (pattern, shape, note), count in counts.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        f"{name.ljust(widths[0])}  {count.rjust(widths[1])}  {shape.rjust(widths[2])}  {note}".rstrip()
-        for name, count, shape, note in rows
-    )
+    return "\n".join(lines_of(rows, left=(0, 3)))
 
 
 class Float8(pl.plugins.Precision):

@@ -8,6 +8,13 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when it starts
 
 
+@pytest.fixture(autouse=True)
+def _waits_are_allowed_again():
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture
 def _same_order_of_sums():
     """Left alone, backward kernels of attention add in another order each time: flash, and cuDNN's on Hopper."""

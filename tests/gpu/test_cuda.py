@@ -1,21 +1,20 @@
 """What must hold on a CUDA device: the same numbers as on the CPU, training that trains, and no waiting in between."""
 
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu.silence import Silence
+from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
-from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import (
     ActivationMonitor,
     AttentionMonitor,
     GradNormMonitor,
     MemoryMonitor,
-    MetricBuffer,
     MFUMonitor,
     TensorBoardDashboard,
     TrainingProgressBar,
@@ -140,16 +139,9 @@ def pinned_batches(count):
 
 
 def fit(model, folder, *callbacks, steps=40, accumulate=1, **kwargs):
-    options = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "precision": "bf16-mixed",
-        "gradient_clip_val": 1.0,
-        **kwargs,
-    }
-    trainer = pl.Trainer(
-        max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", devices=1, log_every_n_steps=10,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=list(callbacks),
+    options = {"logger": False, "precision": "bf16-mixed", "gradient_clip_val": 1.0, **kwargs}
+    trainer = trainer_with(
+        *callbacks, max_steps=steps, accumulate_grad_batches=accumulate, accelerator="gpu", log_every_n_steps=10,
         default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(model, pinned_batches(accumulate * steps))
@@ -169,35 +161,6 @@ def test_fused_adamw_with_a_clip_under_bf16_mixed_learns_its_batch(tmp_path, opt
     assert torch.isfinite(model.grad_norm)
 
 
-class Silence(pl.Callback):
-    """From one step to another, any wait for the device is an error: data, training and Lightning's own loop."""
-
-    def __init__(self, first, last):
-        self.first, self.last, self.steps = first, last, 0
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == self.first:
-            torch.cuda.set_sync_debug_mode("error")
-        if batch_idx == self.last:
-            torch.cuda.set_sync_debug_mode("default")
-        self.steps += torch.cuda.get_sync_debug_mode() == 2
-
-
-@pytest.fixture
-def _sync_mode_restored():
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.usefixtures("_sync_mode_restored")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate):
-    # batches are numbered from 0 and logged after the tenth step, so these lie between two logged steps
-    silence = Silence(10 * accumulate + 1, 19 * accumulate)
-    fit(language_model(), tmp_path, silence, steps=22, accumulate=accumulate)
-    assert silence.steps == 9 * accumulate - 1
-
-
 def every_monitor():
     return [
         GradNormMonitor(per="block"), MFUMonitor(), MemoryMonitor(), ActivationMonitor(), UpdateMonitor(),
@@ -205,76 +168,24 @@ def every_monitor():
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("_sync_mode_restored")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_with_every_monitor_nothing_waits_for_the_device_between_logged_steps(tmp_path, accumulate, compiled):
-    silence = Silence(20 * accumulate + 1, 29 * accumulate)  # the first logged steps compile the sampled graphs
+    # batches between the logged steps 20 and 30, from 0 on; the first logged steps compile the sampled graphs
+    quiet = range(20 * accumulate + 1, 29 * accumulate)
+    silence = Silence(lambda _, batch_idx: batch_idx in quiet)
     logger = ResumingTensorBoardLogger(tmp_path)
     trainer = fit(
         language_model(compile_blocks=compiled), tmp_path, silence, *every_monitor(), steps=32, accumulate=accumulate,
-        logger=logger, enable_progress_bar=True,
+        logger=logger,
     )  # fmt: skip
-    assert silence.steps == 9 * accumulate - 1
+    assert silence.batches == 9 * accumulate - 1
     logged = trainer.callback_metrics
     for name in ("train/loss", "train/grad_norm", "throughput/tokens_per_second", "memory/peak_allocated_gib"):
         assert torch.isfinite(logged[name]), name
         assert logged[name] > 0, name
     assert any(name.startswith("activations/") for name in logged)
     assert any(name.startswith("attention/") for name in logged)
-
-
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_the_norm_before_the_clip_is_torchs_under_fp16_with_its_scaler(tmp_path, clip):
-    class Reference(pl.Callback):
-        norms: ClassVar[list[float]] = []
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            gradients = [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
-            self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
-
-    class Plain(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-
-        def training_step(self, batch, batch_idx):
-            return self.layers(batch["input_ids"].float() / 16).square().mean() * (1 + batch_idx)
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    class Rows(pl.Callback):
-        norms: ClassVar[list[float]] = []
-
-        def setup(self, trainer, pl_module, stage):
-            take = lambda rows: self.norms.extend(row.values["train/grad_norm"] for row in rows) or {}  # noqa: E731
-            MetricBuffer.of(trainer).at_flush(take)
-
-    Reference.norms, Rows.norms = [], []
-    fit(
-        Plain(),
-        tmp_path,
-        Reference(),
-        GradNormMonitor(),
-        Rows(),
-        steps=12,
-        precision="16-mixed",
-        gradient_clip_val=clip,
-    )
-    finite = [norm for norm in Reference.norms if norm < float("inf")]
-    assert len(finite) > 4
-    assert Rows.norms == pytest.approx(Reference.norms, rel=0, abs=0, nan_ok=True)  # the first steps overflow
-
-
-@pytest.mark.usefixtures("_sync_mode_restored")
-def test_a_wait_would_have_been_noticed(tmp_path):
-    class Curious(Silence):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            outputs["loss"].item()
-
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        fit(language_model(), tmp_path, Curious(11, 19), steps=22)
 
 
 def test_the_tiny_recipe_learns_on_cuda_in_bf16(tmp_path, monkeypatch):

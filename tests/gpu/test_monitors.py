@@ -4,16 +4,12 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from gpu.silence import Silence
+from harness.models import batches
+from harness.runs import fit
 
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.callbacks import (
-    ActivationMonitor,
-    AttentionMonitor,
-    GoodputMonitor,
-    MemoryMonitor,
-    UpdateMonitor,
-)
+from lightning_tricks.callbacks import ActivationMonitor, AttentionMonitor, GoodputMonitor, MemoryMonitor, UpdateMonitor
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
 from lightning_tricks.models.attention import max_logit
@@ -26,37 +22,15 @@ CONFIG = Llama(vocab_size=512, d_model=128, n_layers=2, n_heads=4, n_kv_heads=2,
 FIRST, LAST = 1, 8  # steps between which no wait is allowed; 2, 4 and 6 are measured, nothing is read before
 
 
-@pytest.fixture
-def _sync_mode_restored():
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-class Silence(pl.Callback):
-    """An error for any wait, from step `FIRST` to step `LAST`."""
-
-    steps = 0
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == FIRST:
-            torch.cuda.set_sync_debug_mode("error")
-        if batch_idx == LAST:
-            torch.cuda.set_sync_debug_mode("default")
-        self.steps += torch.cuda.get_sync_debug_mode() == 2
-
-
 def train(*callbacks, compile_blocks=False, steps=10):
     torch.manual_seed(0)
     torch._dynamo.reset()
     tokens = (5 * torch.arange(129) + torch.arange(4)[:, None]) % 16
     batch = {"input_ids": tokens[:, :-1].contiguous().pin_memory(), "labels": tokens[:, 1:].contiguous().pin_memory()}
     model = LanguageModel(decoder=CONFIG, compile_blocks=compile_blocks)
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="gpu", devices=1, precision="bf16-mixed", log_every_n_steps=10, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-    )  # fmt: skip
-    trainer.fit(model, DataLoader([batch] * steps, batch_size=None))
-    return [p.detach().clone() for p in model.parameters()], trainer.callback_metrics
+    options = {"accelerator": "gpu", "precision": "bf16-mixed", "log_every_n_steps": 10, "logger": False}
+    run = fit(model, *callbacks, data=batches([batch] * steps), max_steps=steps, **options)
+    return run.weights, run.trainer.callback_metrics
 
 
 def monitors():
@@ -74,12 +48,11 @@ class Eager(pl.Callback):
         buffer.flush = lambda: flush() if trainer.global_step > LAST else None
 
 
-@pytest.mark.usefixtures("_sync_mode_restored")
 @pytest.mark.parametrize("compile_blocks", [False, True])
 def test_measuring_waits_for_nothing(compile_blocks):
-    silence = Silence()
+    silence = Silence(lambda _, batch_idx: FIRST <= batch_idx < LAST)
     _, metrics = train(*monitors(), Eager(), silence, compile_blocks=compile_blocks)
-    assert silence.steps == LAST - FIRST
+    assert silence.batches == LAST - FIRST
     assert {name.split("/")[0] for name in metrics} >= {"activations", "attention", "goodput", "memory", "updates"}
 
 

@@ -19,6 +19,17 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer as its attribute `optimizer`, as Lookahead does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 def rows(number: int, *shape: int, seed: int = 1) -> Tensor:
     """Fixed normal rows, without a draw from the global random state."""
     return torch.randn(number, *shape, generator=torch.Generator().manual_seed(seed))

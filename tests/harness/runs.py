@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.models import Decoding, Small
 from lightning_tricks._trainer.lightning import pl
@@ -91,6 +92,11 @@ def decoding(*callbacks: pl.Callback, **options: Any) -> Run:
 def weights_of(module: torch.nn.Module) -> list[Tensor]:
     """Copies of the parameters."""
     return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, gathered if it is a shard; then every rank must call."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -75,8 +75,9 @@ def test_without_a_clip_value_it_measures_all_the_same(value):
     assert weights(model) == [-18.0, -24.0]
 
 
-def test_a_fused_optimizer_is_clipped_under_bf16():
-    model = fit(Model(fused=True), precision="bf16-mixed", gradient_clip_val=1.0)
+@pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"plugins": FP16Mixed(init_scale=1024.0)}])
+def test_a_fused_optimizer_is_clipped_under_bf16_and_where_its_gradients_are_unscaled_before(options):
+    model = fit(Model(fused=True), gradient_clip_val=1.0, **options)
     assert model.grad_norm.item() == 15.0
     assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
 
@@ -89,12 +90,6 @@ def scaled():
 def test_a_fused_optimizer_under_fp16_is_refused_in_one_line(value):
     with pytest.raises(UsageError, match=r"^fused AdamW under fp16 \(trainer\.precision=16-mixed\)[^\n]*$"):
         fit(Model(fused=True), plugins=[scaled()], gradient_clip_val=value)
-
-
-def test_a_fused_optimizer_is_clipped_under_fp16_where_its_gradients_are_unscaled_before():
-    model = fit(Model(fused=True), plugins=[FP16Mixed(init_scale=1024.0)], gradient_clip_val=1.0)
-    assert model.grad_norm.item() == 15.0
-    assert model.gradients[-1] == pytest.approx((0.6, 0.8), rel=1e-5)
 
 
 def on_strategy(kind):

@@ -96,13 +96,7 @@ def test_any_module_trains_with_it_that_declares_its_shapes(tmp_path):
     module = Own(optimizer=adamw, mup=MuP(8))
     run = fit(module, data=data())
     lrs = {name: group["lr"] for group in run.trainer.optimizers[0].param_groups for name in group["param_names"]}
-    assert lrs == {
-        "embed.weight": 0.01,
-        "net.weight": 0.0025,
-        "net.bias": 0.01,
-        "head.weight": 0.01,
-        "head.bias": 0.01,
-    }
+    assert lrs == {"embed.weight": 0.01, "net.weight": 0.0025, "net.bias": 0.01, "head.weight": 0.01, "head.bias": 0.01}
     run.trainer.save_checkpoint(tmp_path / "own.ckpt")
     checkpoint = load_file(tmp_path / "own.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["mup"]["init_args"]["base_width"] == 8

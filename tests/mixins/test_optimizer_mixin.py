@@ -59,15 +59,6 @@ def test_every_step_trains_with_the_schedules_learning_rate():
     assert lrs(model) == [0.25, 0.5, 0.5, 0.375, 0.25, 0.125]
 
 
-def test_the_mixin_beats_the_modules_own_optimizer_and_groups_by_role():
-    model = Model(optimizer=adamw(), weight_decay=0.3, schedule=WarmupConstant(warmup_steps=0))
-    run = fit(model, 1)
-    assert [(g["param_names"], g["weight_decay"]) for g in run.optimizers[0].param_groups] == [
-        (["net.0.weight"], 0.3),
-        (["net.0.bias", "net.1.weight", "net.1.bias"], 0.0),
-    ]
-
-
 def test_without_settings_it_is_adamw_with_a_constant_learning_rate():
     model = Model()
     run = fit(model, 3)
@@ -137,28 +128,6 @@ def test_a_resume_follows_the_recipes_learning_rate_shape_and_length(checkpoint,
     run = fit(model, steps, resume=checkpoint)
     assert lrs(model) == expected
     assert {state["step"].item() for state in run.optimizers[0].state.values()} == {steps}
-
-
-def test_a_resume_follows_the_recipes_decay_and_betas(checkpoint):
-    model = Model(optimizer=adamw(1.0, betas=(0.7, 0.8)), schedule=LINEAR, weight_decay=0.05)
-    run = fit(model, 6, resume=checkpoint)
-    assert model.decays == [[0.05, 0.0]] * 2
-    assert run.optimizers[0].param_groups[0]["betas"] == (0.7, 0.8)
-
-
-def test_a_resume_of_a_changed_model_is_refused(checkpoint):
-    class Renamed(Model):
-        def __init__(self, **settings):
-            super().__init__(**settings)
-            self.other, self.net = self.net, None
-
-        def forward(self, batch):
-            return self.other(batch)
-
-    model = Renamed(optimizer=adamw(1.0))
-    model.strict_loading = False  # as after a rename: the weights alone would load without a word
-    with pytest.raises(UsageError, match=r"'net\.0\.weight' .* where this model has 'other\.0\.weight'"):
-        fit(model, 6, resume=checkpoint)
 
 
 # ---- refusals

@@ -97,6 +97,7 @@ def test_the_schedule_ends_with_the_last_epoch(options, steps):
     assert model.lrs == planned(steps)
     assert set(model.lengths) == {steps}
     assert trainer.estimated_stepping_batches == steps
+    assert trainer.callbacks == []  # as they were before the fit
 
 
 def test_an_accumulation_that_changes_with_the_epoch_counts_in_each():
@@ -127,14 +128,6 @@ def test_a_resume_from_any_checkpoint_has_the_learning_rates_of_the_run_without_
         assert resumed.global_step == trainer.global_step, place
         assert model.lrs == whole.lrs[done:], place
         assert set(model.lengths) <= {trainer.global_step}, place
-
-
-def test_a_resume_with_more_epochs_follows_them(tmp_path):
-    trainer, _ = fit(loader(4), max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    longer, model = fit(loader(4), resume=tmp_path / "end.ckpt", max_epochs=3)
-    assert longer.global_step == 12
-    assert model.lrs == planned(12)[4:]
 
 
 def test_a_second_fit_of_a_trainer_which_counts_its_steps_on_goes_on_in_the_schedule():
@@ -205,11 +198,6 @@ def test_before_the_data_all_is_refused_that_can_be_known():
         check(max_epochs=-1)
     with pytest.raises(UsageError, match=r"warmup_steps=1 is not below trainer\.max_steps=1"):
         check(max_epochs=3, max_steps=1)
-
-
-def test_the_trainers_callbacks_are_as_they_were_after_the_fit():
-    trainer, _ = fit(loader(), max_epochs=1)
-    assert trainer.callbacks == []
 
 
 # ---- our own data, whose epochs are passes
@@ -309,31 +297,3 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_named_with_both_values(tmp_pa
             assert found[0].startswith(f"step 6 has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule")
             assert model.lrs[0] == now
             assert "\n" not in found[0]
-
-
-EACH_FOURTH = {"val_check_interval": 4, "check_val_every_n_epoch": None}
-
-
-@pytest.mark.parametrize("schedule", [SCHEDULE, None])
-@pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ({"max_steps": 3, **EACH_FOURTH}, 4),
-        ({"max_steps": 3, **EACH_FOURTH, "accumulate_grad_batches": 2}, None),
-        ({"max_steps": 4, **EACH_FOURTH}, None),
-        ({"max_steps": 3, **EACH_FOURTH, "limit_val_batches": 0}, None),
-        ({"max_steps": 7, "check_val_every_n_epoch": 2}, 14),
-        ({"max_epochs": 1}, None),
-    ],
-)
-def test_a_run_that_ends_before_its_first_validation_says_so(schedule, options, first):
-    model, validated = Model(schedule), []
-    model.on_validation_start = lambda: validated.append(model.global_step)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(loader(7), val=loader(1), model=model, num_sanity_val_steps=0, **options)
-    found = lines_of(caught, "this run has no validation")
-    assert [first is not None] == [bool(found)]
-    assert bool(validated) == (first is None and options.get("limit_val_batches") != 0)
-    if first:
-        assert f"after {first} micro-batches, max_steps={options['max_steps']} ends the run after" in found[0]

@@ -44,13 +44,6 @@ def test_gpt2_and_llama_get_nanogpts_groups(build):
     assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
 
 
-def test_embeddings_stay_out_when_told_so():
-    embeddings = {"transformer.wte.weight", "transformer.wpe.weight"}
-    with_them, without = names(decay_groups(gpt2())), names(decay_groups(gpt2(), decay_embeddings=False))
-    assert set(with_them["decay"]) - set(without["decay"]) == embeddings
-    assert embeddings <= set(without["no_decay"])
-
-
 def test_groups_by_hand():
     groups = decay_groups(Model(), weight_decay=0.3)
     assert names(groups) == {

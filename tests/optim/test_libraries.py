@@ -12,10 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
-from harness import processes
-from harness.runs import Memory
+from harness import processes, runs
+from harness.models import batches
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import device_speed
@@ -277,15 +276,11 @@ def fit(
     data = torch.randn(steps, 2, 6, 8, generator=torch.Generator().manual_seed(1))
     data = data[3 if resume else 0 :]
     data = data[:, rank] if world > 1 else data.flatten(0, 1)
-    saves = any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks)
-    trainer = pl.Trainer(
-        max_steps=steps, accelerator="cpu", logger=Memory(), log_every_n_steps=1,
-        accumulate_grad_batches=2 // world, callbacks=list(callbacks), enable_checkpointing=saves,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        **{"devices": 1, "gradient_clip_val": 0.05, **options},
+    run = runs.fit(
+        model, *callbacks, data=batches(data), ckpt_path=resume, max_steps=steps, log_every_n_steps=1,
+        accumulate_grad_batches=2 // world, use_distributed_sampler=False, **{"gradient_clip_val": 0.05, **options},
     )  # fmt: skip
-    trainer.fit(model, DataLoader(data, batch_size=None), ckpt_path=resume)
-    return model, trainer
+    return model, run.trainer
 
 
 def test_monitors_read_the_gradients_that_heavyball_clears():

@@ -138,14 +138,3 @@ def test_complex_matrices_and_scalars_go_to_adamw():
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in model.parameters())
-
-
-def test_a_declaration_of_other_numbers_is_refused_by_name():
-    from lightning_tricks._core.errors import UsageError
-
-    block = Holder(body=nn.Linear(4, 6))
-    block._matrices = {"body.weight": [2, 2]}
-    with pytest.raises(
-        UsageError, match=r"^_matrices: blocks\.0\.body\.weight has 6 rows, and not 4: correct the numbers$"
-    ):
-        param_roles(Holder(blocks=nn.ModuleList([block]), head=nn.Linear(6, 2)))

@@ -167,12 +167,6 @@ def group_of(param, role, **layout):
     return [{"params": [param], "param_names": ["w"], "roles": [role], "layouts": layouts}]
 
 
-def test_a_convolution_is_one_matrix_of_its_filters():
-    ours, _ = steps(lambda params: Muon(group_of(params[0], "matrix"), weight_decay=0.1), [(6, 3, 2, 2)])
-    flat, _ = steps(lambda params: torch.optim.Muon(params, lr=0.02, weight_decay=0.1), [(6, 12)])
-    assert torch.equal(ours[0].flatten(1), flat[0])
-
-
 def alone(parts, **settings):
     """Each part of a weight as a weight of its own, of torch's Muon."""
     optimizer = torch.optim.Muon([nn.Parameter(part.clone()) for part in parts], **settings)
@@ -189,6 +183,7 @@ def alone(parts, **settings):
 @pytest.mark.parametrize(
     ("shape", "layout", "split"),
     [
+        ((6, 3, 2, 2), {}, lambda w: [w.flatten(1)]),  # a convolution is one matrix of its filters
         ((4, 6, 10), {"stacked": True, "output_dim": 1}, lambda w: list(w.unbind())),
         ((4, 10, 24), {"stacked": True, "output_dim": 2}, lambda w: list(w.mT.unbind())),  # (experts, in, out)
         ((24, 8), {"parts": (8, 8, 8)}, lambda w: list(w.split(8))),

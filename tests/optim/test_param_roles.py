@@ -160,36 +160,17 @@ def test_names_and_roles_are_those_of_the_plain_model_under_compile_and_checkpoi
     assert roles(torch.compile(wrapped)) == expected
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_parameters_flattened_by_fsdp1_are_refused_in_one_line(process_group, use_orig_params):
+def test_parameters_flattened_by_fsdp1_are_refused_in_one_line(tmp_path, use_orig_params):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     for module in (sharded, model):
         with pytest.raises(UsageError, match=r"^parameter '[^\n]*' was flattened by FSDP1[^\n]*FSDP2[^\n]*$"):
             roles(module)
-
-
-def test_fsdp2_keeps_the_roles(process_group):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm((2, 4)), nn.Linear(4, 4))
-    expected = roles(model)
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert roles(model) == expected
 
 
 class Classifier(nn.Module):

@@ -18,9 +18,8 @@ from typing import Any
 import lightning.pytorch as pl
 import schedulefree
 import torch
-from harness.runs import Memory
+from harness.runs import trainer_with, whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_tricks import (
@@ -323,12 +322,11 @@ def fit(
         plugins = [*plugins, AtomicCheckpointIO()]
     length = {"max_epochs": -1} if row["TotalTokens"] else {"max_steps": STEPS, "max_epochs": -1}
     strategy = {"strategy": FSDP2Strategy(mesh=layout), "devices": 2} if layout.world > 1 else {"devices": 1}
-    trainer = pl.Trainer(
-        accelerator="cpu", default_root_dir=folder, logger=Memory(), log_every_n_steps=1, gradient_clip_val=1.0,
-        accumulate_grad_batches=row["accumulation"], val_check_interval=4 * row["accumulation"],
-        check_val_every_n_epoch=None, limit_val_batches=1, num_sanity_val_steps=0, plugins=plugins,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*callbacks_of(row, folder), *([kill] if kill else [])], **length, **strategy,
+    trainer = trainer_with(
+        *callbacks_of(row, folder), *([kill] if kill else []), default_root_dir=folder, log_every_n_steps=1,
+        gradient_clip_val=1.0, accumulate_grad_batches=row["accumulation"], plugins=plugins, limit_val_batches=1,
+        val_check_interval=4 * row["accumulation"], check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        **{"max_steps": -1, **length}, **strategy,
     )  # fmt: skip
     model.built_with = whole_state(model)
     try:
@@ -346,11 +344,7 @@ def newest(folder: Path) -> Path:
 
 def whole_state(module: Any) -> dict[str, Tensor]:
     """Parameters and buffers, those in shards as a whole; every rank must call."""
-    state = module.state_dict()
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in state.items()
-    }
+    return {name: whole(value) for name, value in module.state_dict().items()}
 
 
 MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]

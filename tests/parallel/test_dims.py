@@ -33,8 +33,6 @@ def test_tensor_ranks_are_neighbours_and_share_their_rows_with_the_context_ranks
         ({"tensor": 0}, "mesh.tensor=0: give a whole number of at least 1"),
         ({"context": -1}, "mesh.context=-1: give a whole number of at least 1"),
         ({"shard": -2}, "mesh.shard=-2: give a whole number of at least 1, or -1 for all processes that are left"),
-        ({"pipeline": 2}, "mesh.pipeline=2: not supported: leave it at 1"),
-        ({"expert": 2}, "mesh.expert=2: not supported: leave it at 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_in_a_line(sizes, line):

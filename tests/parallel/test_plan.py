@@ -56,10 +56,7 @@ def test_ranks_have_a_part_of_each_matrix_of_the_decoder_and_norms_are_whole(fam
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        (
-            lambda: Planned(),
-            "mesh.tensor: Planned says nowhere how its layers are divided: give it a method",
-        ),
+        (lambda: Planned(), "mesh.tensor: Planned says nowhere how its layers are divided: give it a method"),
         (lambda: Planned({"upp": "colwise"}), "mesh.tensor: the plan names 'upp', and Planned has no such module"),
         (lambda: Planned({"up": "column"}), "mesh.tensor: the plan says 'column' of 'up': known are colwise, "),
         (lambda: Planned({"norm": "colwise"}), "mesh.tensor: the plan says colwise of 'norm', a LayerNorm: only"),

@@ -17,11 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
 from lightning_tricks.accounting import training_flops_per_token

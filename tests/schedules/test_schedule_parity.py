@@ -4,13 +4,7 @@ import pytest
 import torch
 from transformers import optimization as hf
 
-from lightning_tricks.schedules import (
-    CosineRestarts,
-    WarmupCosine,
-    WarmupInverseSqrt,
-    WarmupLinear,
-    WarmupStableDecay,
-)
+from lightning_tricks.schedules import CosineRestarts, WarmupCosine, WarmupInverseSqrt, WarmupLinear, WarmupStableDecay
 
 WARMUP, TOTAL = 7, 40
 

@@ -12,18 +12,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from harness.runs import Memory
+from harness.runs import Memory, trainer_with, whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Phi3Config, PreTrainedConfig
 
 from lightning_tricks import (
     EMA,
@@ -57,17 +49,22 @@ class Ours(LanguageModel):
 
 
 class HuggingFace(pl.LightningModule):
-    """A model of transformers, unchanged: its own tp_plan divides it."""
+    """A model of transformers, unchanged: its own tp_plan divides it.
 
-    def __init__(self) -> None:
+    The plans of Phi-3 and OLMo-2 gather a fused layer's outputs, and split the inputs of the next one.
+    """
+
+    def __init__(self, family: type[PreTrainedConfig] = LlamaConfig) -> None:
         super().__init__()
+        self.family = family
         self.build()
 
     def build(self) -> None:
-        self.net = LlamaForCausalLM(
-            LlamaConfig(
+        self.net = AutoModelForCausalLM.from_config(
+            self.family(
                 vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
+                pad_token_id=None if self.family is LlamaConfig else 0,
             )
         )  # fmt: skip
 
@@ -77,23 +74,6 @@ class HuggingFace(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
-
-
-class SplitsInputs(HuggingFace):
-    """A family of transformers whose plan gathers a fused layer's outputs, and splits the inputs of the next one."""
-
-    def __init__(self, family: type[PreTrainedConfig]) -> None:
-        self.family = family
-        super().__init__()
-
-    def build(self) -> None:
-        self.net = AutoModelForCausalLM.from_config(
-            self.family(
-                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
-                pad_token_id=0,
-            )
-        )  # fmt: skip
 
 
 class BuiltLate(HuggingFace):
@@ -171,8 +151,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,
-    "phi 3": lambda: SplitsInputs(Phi3Config),
-    "olmo 2": lambda: SplitsInputs(Olmo2Config),
+    "phi 3": lambda: HuggingFace(Phi3Config),
+    "olmo 2": lambda: HuggingFace(Olmo2Config),
     "built late": BuiltLate,
     "foreign": Foreign,
     "forgets": lambda: Foreign(forgets=True),
@@ -243,10 +223,6 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def batches(case: Case, rank: int, ranks: int, steps: int = STEPS) -> DataLoader:
     """This data rank's rows of each micro-batch; the first labels of a row do not count."""
     rows = torch.arange(ROWS)[:, None]
@@ -280,11 +256,10 @@ def train(
     if save is not None:
         callbacks.append(Save(save))
     plugins = [PLUGINS[case.precision]()] if case.precision else []
-    trainer = pl.Trainer(
-        max_steps=STEPS, accelerator="cpu", devices=devices, strategy=strategy, logger=memory,
-        log_every_n_steps=1, callbacks=callbacks, gradient_clip_val=0.3, use_distributed_sampler=False,
-        accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
+    trainer = trainer_with(
+        *callbacks, max_steps=STEPS, devices=devices, strategy=strategy, logger=memory, log_every_n_steps=1,
+        gradient_clip_val=0.3, use_distributed_sampler=False, accumulate_grad_batches=case.accumulate,
+        num_sanity_val_steps=0,
         plugins=[*([AtomicCheckpointIO()] if strategy == "auto" else []), *plugins],
     )  # fmt: skip
     torch.manual_seed(0)

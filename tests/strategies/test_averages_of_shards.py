@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from foreign import PLUGINS, CausalLM, rows
 from harness import processes
-from harness.runs import same
-from torch.distributed.tensor import DTensor
+from harness.runs import same, trainer_with, whole
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
@@ -21,10 +20,7 @@ from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.long
-AVERAGES = {
-    "ema": lambda: EMA(decay=0.8),
-    "tail_average": lambda: TailAverage(horizon_steps=4),
-}
+AVERAGES = {"ema": lambda: EMA(decay=0.8), "tail_average": lambda: TailAverage(horizon_steps=4)}
 
 
 class Model(CausalLM):
@@ -47,19 +43,13 @@ def fit(*callbacks, world: int = 1, rank: int = 0, strategy: Any = None, plugin:
     """Train to step six, with a validation after each third one, where an epoch ends."""
     model, steps = Model(), options.pop("steps", 6)
     given = [PLUGINS[plugin]()] if plugin else []
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=world, max_steps=steps, logger=False, strategy=strategy or "auto",
-        plugins=given if strategy else [*given, AtomicCheckpointIO()], limit_val_batches=1,
-        callbacks=list(callbacks), enable_checkpointing=any(isinstance(c, SafeCheckpoint) for c in callbacks),
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    trainer = trainer_with(
+        *callbacks, devices=world, max_steps=steps, logger=False, strategy=strategy or "auto", limit_val_batches=1,
+        plugins=given if strategy else [*given, AtomicCheckpointIO()], use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(model, rows(rank, world), rows(rank, world), **options)
     drop_gathered(model)  # by the last validation
     return model, trainer
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def averages_of(callback: Any) -> dict[str, dict[str, torch.Tensor]]:

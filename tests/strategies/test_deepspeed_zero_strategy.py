@@ -36,11 +36,7 @@ from lightning_tricks.optim import decay_groups
 from lightning_tricks.precision import BF16True
 from lightning_tricks.strategies import DeepSpeedZeROStrategy, consolidate_deepspeed
 from lightning_tricks.strategies.consolidate_deepspeed import read_layout
-from lightning_tricks.strategies.deepspeed_zero_strategy import (
-    fitting_sizes,
-    load_deepspeed,
-    refuse_settings,
-)
+from lightning_tricks.strategies.deepspeed_zero_strategy import fitting_sizes, load_deepspeed, refuse_settings
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

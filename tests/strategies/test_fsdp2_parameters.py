@@ -5,6 +5,7 @@ import pytest
 import torch
 from foreign import float8, train
 from harness import processes, runs
+from harness.runs import whole
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -85,10 +86,6 @@ def fit(plugin, rank=0, world=1, folder=None, ckpt_path=None, **options):
     for parameter, state in run.trainer.optimizers[0].state.items():
         found |= {f"{names[parameter]} {key}": whole(value) for key, value in state.items()}
     return model, found, run.of("train/grad_norm")
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def in_two(rank, folder, expected):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from harness import processes, runs
 from harness.models import batches
+from harness.runs import whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,10 +30,6 @@ class Start(pl.Callback):
         self.found = {name: whole(tensor) for name, tensor in tensors}
         self.local = {name: own(tensor) for name, tensor in tensors}
         self.drawn = torch.rand(2)
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def own(tensor):

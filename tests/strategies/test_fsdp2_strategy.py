@@ -73,11 +73,7 @@ def fit(model, strategy="auto", devices=1, data=None, *callbacks, **options):
 
 def whole(model):
     """Every weight, gathered; also of checkpointed and compiled blocks, under the plain name."""
-    return {name: full(p.detach()) for name, p in model.named_parameters()}
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return {name: runs.whole(p) for name, p in model.named_parameters()}
 
 
 # One process, then two: what each trains, and with which options of the strategy.
@@ -155,7 +151,7 @@ def gradients_in_two(rank: int, expected: dict) -> None:
     for compiled in (False, True):
         found, model = {}, CausalLM()
         strategy = FSDP2Strategy(compile_blocks=compiled)
-        note = lambda _, module, __: found.update((n, full(p.grad)) for n, p in module.named_parameters())  # noqa: B023, E731
+        note = lambda _, module, __: found.update((n, runs.whole(p.grad)) for n, p in module.named_parameters())  # noqa: B023, E731
         seen = runs.On(on_before_optimizer_step=note)
         fit(model, strategy, 2, rows(rank, 2), seen, max_steps=1)
         for name, gradient in found.items():
@@ -361,11 +357,7 @@ class Searching(CausalLM):
         (CausalLM, {"blocks": ["layer"]}, "FSDP2Strategy.blocks: pattern 'layer' matches no submodule"),
         (CausalLM, {"mesh": {"tensor": 2}}, r"mesh={'tensor': 2}: give ParallelDims, such as ParallelDims\(tensor=2\)"),
         (CausalLM, {"mesh": ParallelDims(replicate=2)}, "mesh: replicate 2 does not divide the 1 devices"),
-        (
-            CausalLM,
-            {"activation_checkpointing": "ful"},
-            "activation_checkpointing='ful': give one of none, cheap",
-        ),
+        (CausalLM, {"activation_checkpointing": "ful"}, "activation_checkpointing='ful': give one of none, cheap"),
         (CausalLM, {"reduce_gradients": "replicas"}, "reduce_gradients='replicas': give one of micro_batch, step"),
     ],
 )

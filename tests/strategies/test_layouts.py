@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from foreign import PLUGINS, CausalLM, rows
 from harness.processes import end, run, start
-from harness.runs import On, trainer_with
+from harness.runs import On, trainer_with, whole
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.tensor import DTensor
 
 from lightning_tricks import LanguageModel, Llama, ParallelDims, WarmupCosine
 from lightning_tricks._core.errors import UsageError
@@ -69,10 +68,6 @@ class Stateless(CausalLM):
 MODELS = {"foreign": CausalLM, "ours": Ours, "odd": Odd, "stateless": Stateless}
 WRITTEN = [(kind, dcp) for kind in MODELS for dcp in (True, False)]  # by two; as shards or in one file
 WRITTEN.remove(("stateless", False))  # which is saved over shards below
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def everything(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, torch.Tensor]:
