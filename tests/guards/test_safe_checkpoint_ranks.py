@@ -57,7 +57,7 @@ def two_ranks(rank: int, folder: Path, data: Path) -> None:
     assert len(states) == 2
     later = SafeCheckpoint(folder / "b")
     _, resumed = fit(data, later, 6, folder / "a" / "step=3.ckpt", **ddp)
-    assert later._run == read_record(folder / "a" / "step=3.ckpt").run  # on each rank
+    assert saver._run == later._run == read_record(folder / "a" / "step=3.ckpt").run  # on each rank
     assert resumed.losses == whole.losses[3:]  # with each rank's own dropout
     # one rank's NaN is every rank's
     with torch.no_grad():
