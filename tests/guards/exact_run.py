@@ -123,8 +123,6 @@ def loaders(kind: str):
         "torchdata": lambda: StatefulDataLoader(Rows(23), shuffle=True, **plain.keywords),
         "numbers": lambda: shuffled(Numbers(24)),
         "two": lambda: {"a": shuffled(Rows(23)), "b": shuffled(Rows(9))},
-        # the short one begins again within the epoch, which ends when both have ended
-        "mixed": lambda: [shuffled(Rows(9)), plain(Stream(23))],
     }[kind]()
 
 

@@ -25,7 +25,6 @@ from lightning_tricks.data import ShardWriter, TokenData
 UNTRUE = "ended before the epoch ended"  # a warning of Lightning's
 BY_STEPS = {"max_steps": 20, "max_epochs": -1}
 NEVER = {"limit_val_batches": 0}
-OVER_EPOCHS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
 BY_METRIC = {"every_n_train_steps": 0, "every_n_epochs": 1, "monitor": "val", "save_top_k": 1}
 SAFE = partial(SafeCheckpoint, every_n_train_steps=2)
 ALWAYS = {"every_n_train_steps": 0, "train_time_interval": timedelta(0)}
@@ -35,16 +34,10 @@ CASES = {
     "the first batch, mid-epoch, the epoch's last batch, the next one's first, mid-epoch": (
         "shuffle", {}, [1, 5, 12, 13, 15]
     ),
-    "a window of 4": ("shuffle", {"accumulate_grad_batches": 4, "num_sanity_val_steps": 1}, [7, 16]),
-    "a save after every micro-batch": ("shuffle", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
-    "2 workers, a window of 4": ("shuffle/2", {"accumulate_grad_batches": 4}, [11]),
-    "a stream": ("stream", {}, [5, 15]),
+    "2 workers, a window of 4": ("shuffle/2", {"accumulate_grad_batches": 4, "num_sanity_val_steps": 1}, [7, 16]),
     "a stream with a state in a window of 4": ("stateful", {"accumulate_grad_batches": 4, "saver": ALWAYS}, [7]),
-    "two loaders": ("two", {}, [7]),
-    "rows and a stream, of which one begins again": ("mixed", {}, [11]),
     "a StatefulDataLoader": ("torchdata/2", {}, [5]),
     "max_steps, no validation": ("shuffle", BY_STEPS | NEVER, [13, 15]),
-    "validation across epochs": ("shuffle", BY_STEPS | OVER_EPOCHS, [13]),
     "validation in mid-window": ("shuffle", {"val_check_interval": 3, "accumulate_grad_batches": 2}, [5]),
     "SafeCheckpoint, in a validation": ("shuffle", {"val_check_interval": 6, "saver": SAFE}, [5, -6]),
     "saves by a metric": ("shuffle", {"val_check_interval": 0.5, "saver": BY_METRIC}, [7, 15]),
@@ -101,7 +94,7 @@ def two_then_one(folder):
     assert launch(run, folder / "run", "numbers", accumulate_grad_batches=2) == 0
 
 
-OF_TWO = [("shuffle", {}), ("stream/2", {"accumulate_grad_batches": 4}), ("shuffle", {"strategy": "fsdp2"})]
+OF_TWO = [("stream/2", {"accumulate_grad_batches": 4}), ("shuffle", {"strategy": "fsdp2"})]
 RUNS = {
     "unbroken": (unbroken_runs,),
     **{name: (killed_and_resumed, *case) for name, case in CASES.items()},

@@ -1,4 +1,4 @@
-"""HangWatchdog in one process and in two: the place is named, the rank that is behind as well, and nothing changes."""
+"""HangWatchdog in one process: the place is named, the rank that is behind as well, and nothing changes."""
 
 import multiprocessing
 import signal
@@ -7,14 +7,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from harness import processes
 from harness.runs import On
 from hung_run import STEP, Module, Rows, Stands, fit, trainer_with
 from torch.utils.data import DataLoader, Dataset
@@ -25,7 +23,6 @@ from lightning_tricks.callbacks import HangWatchdog
 from lightning_tricks.guards.watchdog import hang_watchdog
 from lightning_tricks.guards.watchdog.channel import Verdict
 from lightning_tricks.guards.watchdog.hang_watchdog import FAILED, RunPosition, judge
-from lightning_tricks.strategies import FSDP2Strategy
 
 LONG = 120.0  # seconds, for something that happens soon or never
 
@@ -514,40 +511,3 @@ def test_a_process_is_killed_only_if_it_is_the_same_on_this_host():
         assert child.poll() is None
     own.kill()
     assert child.wait(LONG) == -signal.SIGKILL
-
-
-def ranks(rank: int, folder: Path) -> None:
-    """Several cases in one start of two processes; what the watch says is appended to a file of each rank."""
-    own, other = folder / f"said{rank}", folder / f"said{1 - rank}"
-    own.touch()
-
-    def say(text: str) -> None:
-        with own.open("a") as file:
-            file.write(text + "\n")
-
-    hang_watchdog.say = say
-
-    def wait_for_both(text: str) -> None:
-        deadline = time.monotonic() + LONG
-        while not all(file.exists() and text in file.read_text() for file in (own, other)):
-            assert time.monotonic() < deadline, text
-            time.sleep(0.02)
-
-    options = {"devices": 2, "use_distributed_sampler": False}
-    line = "rank 1 of 2 on {} is behind: waiting for the training loader before step 4 for "
-    stands = Stands("training loader" if rank else "", lambda: wait_for_both("is behind: waiting for the training"))
-    fit(stands, watchdog(1.0), strategy="ddp", **options)
-    # under FSDP2 both ranks are in the forward, one of them in a collective of it
-    stands = Stands("forward" if rank else "", lambda: wait_for_both("is behind: in the forward of step 4"))
-    fit(stands, watchdog(1.0), strategy=FSDP2Strategy(), limit_val_batches=0, **options)
-    assert line.format(this_process(0, 2).host) in own.read_text()
-
-
-@pytest.mark.long
-def test_two_ranks_both_dump_and_name_the_one_behind(tmp_path):
-    processes.run(ranks, tmp_path)
-    for rank in (0, 1):
-        said = (tmp_path / f"said{rank}").read_text()
-        assert f"HangWatchdog: rank {rank} of 2 on " in said
-        assert said.count("Thread MainThread (most recent call last):") >= 2
-        assert "rank 1 of 2 on" in said.split("is behind: in the forward")[0].splitlines()[-1]

@@ -5,11 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from guards.test_safe_checkpoint import Batches, fit, names, steps
 from guards.test_safe_checkpoint import lines_of as all_lines_of
-from harness import processes
 from harness.runs import On
 
 from lightning_tricks.callbacks import SafeCheckpoint
@@ -45,14 +42,6 @@ def test_a_fresh_start_leaves_the_checkpoints_of_the_run_before_and_says_so_in_o
         verify_checkpoint(path, resumes=True)
     first, second = dict.fromkeys(runs(tmp_path))
     assert runs(tmp_path) == [first, first, second, second]
-
-
-def test_a_run_that_is_resumed_keeps_its_name_and_counts_what_it_wrote_before(tmp_path):
-    fit(saver(tmp_path), 4)
-    fit(saver(tmp_path), 6, ckpt_path=tmp_path / "last.ckpt")
-    assert lines_of(saver(tmp_path, keep_last=1), 8, ckpt_path=tmp_path / "last.ckpt") == []
-    assert steps(tmp_path) == [6, 8]  # 6 is the one that it went on from
-    assert len(set(runs(tmp_path))) == 1
 
 
 def test_of_two_runs_in_a_folder_each_goes_on_with_its_own(tmp_path):
@@ -111,19 +100,3 @@ def test_the_same_seed_gives_every_run_a_name_of_its_own_and_moves_no_random_num
     first, second = (fit(saver(tmp_path), 2)[1] for _ in range(2))
     assert first.losses == second.losses
     assert len(set(runs(tmp_path))) == 2
-
-
-def on_two_ranks(rank: int, folder: Path) -> None:
-    options = {"devices": 2, "strategy": "ddp"}
-    fit(saver(folder), 4, **options)
-    own = saver(folder, keep_last=1)
-    fit(own, 6, ckpt_path=folder / "last.ckpt", **options)
-    assert own._run == read_record(folder / "step=4.ckpt").run  # on each rank
-    fit(saver(folder), 2, **options)
-    torch.distributed.barrier()
-    assert steps(folder) == [2, 4, 6]
-
-
-@pytest.mark.long
-def test_two_ranks_agree_on_the_run(tmp_path):
-    processes.run(on_two_ranks, tmp_path)

@@ -55,7 +55,9 @@ def two_ranks(rank: int, folder: Path, data: Path) -> None:
     assert saver.last_model_path == str(folder / "a" / "last.ckpt")  # on each rank
     states = torch.load(folder / "a" / "step=3.ckpt", weights_only=True)["random_states"]
     assert len(states) == 2
-    _, resumed = fit(data, SafeCheckpoint(folder / "b"), 6, folder / "a" / "step=3.ckpt", **ddp)
+    later = SafeCheckpoint(folder / "b")
+    _, resumed = fit(data, later, 6, folder / "a" / "step=3.ckpt", **ddp)
+    assert saver._run == later._run == read_record(folder / "a" / "step=3.ckpt").run  # on each rank
     assert resumed.losses == whole.losses[3:]  # with each rank's own dropout
     # one rank's NaN is every rank's
     with torch.no_grad():

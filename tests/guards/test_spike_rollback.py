@@ -428,10 +428,14 @@ def train_as_rank(rank: int, strategy: str, copies: int, folder: Path) -> None:
     assert all(local(parameter).isfinite().all() for parameter in found.model.parameters())
 
 
+def train_as_ranks(rank: int, folder: Path) -> None:
+    for strategy, copies in (("ddp", 3), ("fsdp2", 3), ("fsdp2", 0)):
+        train_as_rank(rank, strategy, copies, folder)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "copies"), [("ddp", 3), ("fsdp2", 3), ("fsdp2", 0)])
-def test_all_ranks_go_back_together_each_with_its_own_shards_from_memory_or_a_checkpoint(tmp_path, strategy, copies):
-    run(train_as_rank, strategy, copies, tmp_path)
+def test_all_ranks_go_back_together_each_with_its_own_shards_from_memory_or_a_checkpoint(tmp_path):
+    run(train_as_ranks, tmp_path)
 
 
 # ---- costs and refusals

@@ -191,23 +191,6 @@ def test_values_are_in_wherever_the_callback_stands(place):
     assert sum(isinstance(callback, MetricBuffer) for callback in trainer.callbacks) == 1
 
 
-def test_two_fits_with_one_trainer_count_on_and_share_nothing():
-    class Stopped(Model):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            self.trainer.should_stop = batch_idx == 2
-
-    def give(trainer, buffer, loss):
-        buffer.record_mean("train/loss", 2 * loss, 1)  # Lightning hands it over divided by accumulate_grad_batches
-
-    logger = Plain()
-    trainer = trainer_with([Recorder(give)], logger, min_epochs=0, accumulate_grad_batches=2)
-    trainer.fit(Stopped(), loader())
-    assert logger.of("train/loss") == {0: (3 + 7) / 2}  # no step followed the third micro-batch
-    trainer.should_stop, trainer.fit_loop.epoch_loop.max_steps = False, 3
-    trainer.fit(Model(), loader())
-    assert logger.of("train/loss") == {0: 5, 1: 5, 2: (11 + 15) / 2}
-
-
 # ---- what it costs
 
 
@@ -504,12 +487,6 @@ def test_all_loggers_get_the_same(tmp_path):
     assert len(events.Scalars("train/loss")) == 10
 
 
-def test_without_a_logger_the_values_reach_the_callbacks():
-    trainer = trainer_with([Recorder()], False)
-    trainer.fit(Model(), loader())
-    assert trainer.callback_metrics["train/loss"] == loss_of(9)
-
-
 class Saving(Plain):
     """Notes how many rows it had whenever it was told to save."""
 
@@ -576,16 +553,6 @@ def test_a_broken_device_does_not_hide_the_original_error(monkeypatch):
     ):
         trainer_with([Recorder(give)], logger).fit(Broken(), loader())
     assert list(logger.of("train/loss")) == [0, 1, 2, 3]
-
-
-def test_after_a_failure_the_same_trainer_starts_clean():
-    logger = Plain()
-    trainer = trainer_with([Recorder()], logger)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Broken(), loader())
-    n = len(logger.rows)
-    trainer.fit(Model(), loader())
-    assert all("partial" not in row for _, row in logger.rows[n:])
 
 
 def test_a_module_that_holds_it_can_be_copied_and_pickled_in_mid_fit():

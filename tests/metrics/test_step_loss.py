@@ -187,10 +187,6 @@ def test_in_manual_optimization_the_losses_of_a_batch_are_added_and_each_optimiz
     assert [line["loss"] for line in read_ledger(tmp_path / "ledger.jsonl").steps.values()] == [6, 6]
 
 
-def test_in_manual_optimization_with_one_optimizer_all_read_the_same(tmp_path):
-    agree(read_by_all(tmp_path, Manual(1), [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]), [2, 5])
-
-
 def test_several_backward_passes_before_one_step_are_one_loss_for_all(tmp_path):
     class Twice(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -299,12 +295,6 @@ def test_where_a_module_shows_no_loss_the_norms_are_judged_alone(tmp_path):
     run = fit(module, guard, ledger, data=batches(data), max_steps=9, log_every_n_steps=1)
     assert run.of("guard/skipped_steps") == [0] * 8 + [1]
     assert {line["loss"] for line in read_ledger(tmp_path / "ledger.jsonl").steps.values()} == {None}
-
-
-def test_without_logging_the_guard_judges_the_same(tmp_path):
-    guard, data = StepGuard(window_steps=8, active_after_steps=8), [torch.tensor([[value]]) for value in (1.0, 3.0)]
-    fit(Tokens(), guard, data=batches(data), max_steps=1, log_every_n_steps=0, accumulate_grad_batches=2)
-    assert judged(guard) == [2]
 
 
 def test_a_loss_in_bf16_is_multiplied_in_fp32(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from harness import processes
 from harness.runs import Clock, Memory, On, fit, warned
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -186,24 +185,6 @@ def test_validation_is_left_out_and_reported_and_the_sanity_check_is_not_timed(c
     # after steps 2 and 5 (from 0), three batches of 7 seconds each; the second has no step after it to go with
     log.shows(validation_seconds={3: 21.0, 5: 21.0}, tokens_per_second={1: 8.0, 2: 8.0, 3: 8.0, 5: 8.0})
     log.shows(first_step_seconds={0: 2.0})
-
-
-class Slow(ModelCheckpoint):
-    """A checkpoint that takes 5 seconds to write."""
-
-    def __init__(self, clock, folder, **kwargs):
-        super().__init__(folder, save_top_k=-1, **kwargs)
-        self.clock = clock
-
-    def state_dict(self):
-        self.clock.now += 5.0
-        return super().state_dict()
-
-
-def test_checkpoints_are_left_out_and_reported(clock, tmp_path):
-    log = run(Net(clock), callbacks=[Slow(clock, tmp_path, every_n_train_steps=4)], max_steps=7)
-    log.shows(checkpoint_seconds={5: 5.0}, tokens_per_second=dict.fromkeys(log.series("tokens_per_second"), 8.0))
-    assert len(log.series("tokens_per_second")) >= 4
 
 
 def test_an_interval_too_short_for_the_clock_has_no_rate(clock):

@@ -237,12 +237,6 @@ def test_with_epochs_the_time_left_is_that_until_the_last(capsys, clock):
     assert etas(out) == ["0:03:20", "0:00:00"]
 
 
-def test_the_last_step_of_the_last_epoch_shows_its_own_values(capsys):
-    run(TrainingProgressBar(), Monitors(), max_steps=-1, max_epochs=1, val_check_interval=20, log_every_n_steps=7)
-    lines = steps(capsys.readouterr().out)
-    assert [re.search(r"norm (\d+)", line)[1] for line in lines] == ["107", "114", "120"]
-
-
 def test_data_that_ends_before_max_steps_says_so(capsys):
     class Short(IterableDataset):
         def __iter__(self):
