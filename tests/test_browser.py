@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -78,11 +77,11 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
-    """The address of a TensorBoard that has read `logdir`."""
+@pytest.fixture(scope="module")
+def address(logdir: Path) -> Iterator[str]:
+    """The address of a TensorBoard that has read `logdir`, by its default reader: tests of loggers take the other."""
     command = [python(), "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         said = ""
@@ -108,14 +107,7 @@ def get(address: str, path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def fast(logdir: Path) -> Iterator[str]:
-    """The address of a TensorBoard with the reader that it takes by default."""
-    with tensorboard(logdir, "--load_fast=true") as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def page(fast: str) -> Iterator[Any]:
+def page(address: str) -> Iterator[Any]:
     """A function that opens an address of a TensorBoard in the browser."""
     from playwright.sync_api import sync_playwright
 
@@ -126,24 +118,22 @@ def page(fast: str) -> Iterator[Any]:
 
         def open_page(path: str) -> Any:
             tab.goto("about:blank")  # a change of the fragment alone loads nothing
-            tab.goto(fast + path)
+            tab.goto(address + path)
             return tab
 
         yield open_page
         browser.close()
 
 
-@pytest.mark.parametrize("reader", ["fast", "slow"])
-def test_each_step_stands_once_in_either_of_tensorboards_readers(reader, logdir, fast):
-    with nullcontext(fast) if reader == "fast" else tensorboard(logdir, "--load_fast=false") as address:
-        for tag in ("train/loss", "train/lr", "train/grad_norm"):
-            shown = get(address, f"data/plugin/scalars/scalars?run=demo&tag={quote(tag, safe='')}")
-            assert [step for _, step, _ in shown] == list(range(STEPS)), tag
-        planned = get(address, "data/plugin/scalars/scalars?run=demo%2Fplan&tag=plan%2Flr")
-        curve = [(step, pytest.approx(CURVE.lr(0.1, step, STEPS))) for step in range(STEPS)]
-        assert [(step, lr) for _, step, lr in planned] == curve  # no resume purges it
-        losses = get(address, "data/plugin/scalars/scalars?run=demo&tag=train%2Floss")
-        assert [value for _, _, value in losses] == [1000 * (1 if step < 10 else 2) + step for step in range(STEPS)]
+def test_each_step_stands_once(address):
+    for tag in ("train/loss", "train/lr", "train/grad_norm"):
+        shown = get(address, f"data/plugin/scalars/scalars?run=demo&tag={quote(tag, safe='')}")
+        assert [step for _, step, _ in shown] == list(range(STEPS)), tag
+    planned = get(address, "data/plugin/scalars/scalars?run=demo%2Fplan&tag=plan%2Flr")
+    curve = [(step, pytest.approx(CURVE.lr(0.1, step, STEPS))) for step in range(STEPS)]
+    assert [(step, lr) for _, step, lr in planned] == curve  # no resume purges it
+    losses = get(address, "data/plugin/scalars/scalars?run=demo&tag=train%2Floss")
+    assert [value for _, _, value in losses] == [1000 * (1 if step < 10 else 2) + step for step in range(STEPS)]
 
 
 def curves(chart: Any) -> int:

@@ -166,23 +166,12 @@ def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exist
 
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 ENTRIES = dict(re.findall(r"^### (.+)\n\n((?:(?!^#).*\n?)+)", GLOSSARY, re.M))
-GROUPS = re.findall(r"^## (\w) to (\w)$", GLOSSARY, re.M)
 
 
 def test_the_words_are_in_the_order_of_the_alphabet_and_each_stands_once():
     words = re.findall(r"^### (.+)$", GLOSSARY, re.M)
     assert words == sorted(set(words), key=str.lower)
     assert len(words) == len(ENTRIES) >= 60
-
-
-def test_each_word_stands_below_the_heading_with_its_letter():
-    first, last = "", ""
-    for line in GLOSSARY.splitlines():
-        if match := re.fullmatch(r"## (\w) to (\w)", line):
-            first, last = match.groups()
-        elif line.startswith("### "):
-            assert first <= line[4].upper() <= last, line
-    assert "".join(a + b for a, b in GROUPS) == "".join(sorted("".join(a + b for a, b in GROUPS)))
 
 
 def test_each_entry_is_one_to_three_sentences_with_a_link():

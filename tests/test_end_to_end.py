@@ -40,8 +40,6 @@ TOY = {
 
 def arguments(command: str, files: str, **overrides: object) -> list[str]:
     config = TOY | {"data.init_args.files": files} | {k.replace("__", "."): v for k, v in overrides.items()}
-    if command == "predict":
-        config["return_predictions"] = "false"
     recipe = str(recipes_folder() / "tiny.yaml")
     return [
         "-m", "lightning_tricks", command, "--config", recipe,
@@ -94,20 +92,9 @@ def test_a_second_run_has_a_folder_of_its_own_and_ends_with_the_same_weights(tra
 def test_evaluation_repeats_the_training_runs_figure(trained, text_file):
     folder, out = trained
     found = re.search(r"bits/byte ([\d.]+)", out)[1]
-    for command in ("validate", "test"):
-        table = run(folder, command, text_file, ckpt_path=LAST)
-        stage = "val" if command == "validate" else "test"
-        row = next(line for line in table.splitlines() if f"{stage}/bits_per_byte" in line)
-        assert f"{float(re.search(r'([0-9.]+)[^0-9]*$', row)[1]):.4f}" == found
-    run(folder, "predict", text_file, ckpt_path=LAST)
-    folders = {path.name for path in (folder / "runs/tiny").iterdir()}
-    assert {"validate", "test", "predict"} <= folders  # a fit that resumes takes none of them for the newest run
-
-
-def test_prepare_makes_the_shards_and_says_where(tmp_path, text_file):
-    out = run(tmp_path, "prepare", text_file, trainer__devices=8, trainer__accelerator="cuda")
-    assert re.search(r"training and .* validation tokens.*cache", out)
-    assert list((tmp_path / "cache").glob("text-*/train_000000.bin"))
+    table = run(folder, "validate", text_file, ckpt_path=LAST)
+    row = next(line for line in table.splitlines() if "val/bits_per_byte" in line)
+    assert f"{float(re.search(r'([0-9.]+)[^0-9]*$', row)[1]):.4f}" == found
 
 
 def test_killed_in_mid_run_it_goes_on_to_the_same_weights(trained, tmp_path, text_file):

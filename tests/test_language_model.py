@@ -79,6 +79,7 @@ def plain_step(whole: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_a_step_over_ragged_micro_batches_is_the_step_of_the_mean_over_all_tokens(micro_batches):
     whole = ragged(8)
+    whole["labels"][6:] = -100  # of the last of four micro-batches no label counts
     loss, expected = plain_step(whole)
     model = make()
     trainer = fit(model, split(whole, 8 // micro_batches), accumulate_grad_batches=micro_batches)
@@ -93,16 +94,6 @@ def test_the_logged_norm_is_that_of_the_mean_gradient_before_the_clip():
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
     trainer = fit(make(), split(whole, 2), accumulate_grad_batches=4, gradient_clip_val=norm / 10)
     assert trainer.callback_metrics["train/grad_norm"].item() == pytest.approx(norm, rel=1e-5)
-
-
-def test_a_micro_batch_without_a_counted_label_changes_nothing():
-    whole = ragged(4)
-    padded = {name: torch.cat([value, value]) for name, value in whole.items()}
-    padded["labels"][4:] = -100
-    _, expected = plain_step(whole)
-    model = make()
-    fit(model, split(padded, 4), accumulate_grad_batches=2)
-    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_validation_figures_are_sums_over_the_set_not_means_of_batches():

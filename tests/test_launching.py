@@ -61,6 +61,7 @@ GONE = (
     r"^rank {rank} of {world} on \S+ is gone without a word \(process \d+\): killed, or out of memory \(dmesg tells\)$"
 )
 LIMIT = 280.0  # seconds, above which a run that should end well hangs
+MESH = "--trainer.strategy.init_args.mesh={shard: 2, tensor: 2}"
 
 
 class Job:
@@ -182,10 +183,6 @@ def goes_on(job: Job, devices: int, *overrides: str, **options: Any) -> None:
     trains(job, torchrun, devices, *overrides, "--ckpt_path=last")
 
 
-def mesh(axis: str) -> str:
-    return f"--trainer.strategy.init_args.mesh={{shard: 2, {axis}: 2}}"
-
-
 def is_alone(job: Job, came: int) -> None:
     """One of two ranks starts, and waits for the other."""
     slurm(job, 2, "--trainer.strategy.init_args.timeout_seconds=4", ranks=(came,))
@@ -209,10 +206,8 @@ RUNS: dict[str, Callable[[Job], None]] = {
     "rank 0 alone": lambda job: is_alone(job, 0),
     "rank 1 alone": lambda job: is_alone(job, 1),
     # the one that hangs in step 7 is the unbroken run of six steps for the one that is killed in step 5
-    "tensor hangs": lambda job: fails(job, torchrun, 4, mesh("tensor"), fail=HANGS),
-    "tensor killed": lambda job: goes_on(job, 4, mesh("tensor"), fail={"rank": 2, "step": 4}),
-    "context hangs": lambda job: fails(job, torchrun, 4, mesh("context"), fail=HANGS),
-    "context killed": lambda job: goes_on(job, 4, mesh("context"), fail={"rank": 2, "step": 4}),
+    "mesh hangs": lambda job: fails(job, torchrun, 4, MESH, fail=HANGS),
+    "mesh killed": lambda job: goes_on(job, 4, MESH, fail={"rank": 2, "step": 4}),
 }
 
 
@@ -221,7 +216,7 @@ def ended(tmp_path_factory) -> Iterator[Callable[[str], Job]]:
     """A function that waits for the run of that name; ends what is left of all."""
     jobs = {name: Job(tmp_path_factory.mktemp(name.replace(" ", "_"))) for name in RUNS}
     for name, job in jobs.items():
-        (job.folder / "toy.yaml").write_text(GUARDED if name.startswith(("tensor", "context")) else RECIPE)
+        (job.folder / "toy.yaml").write_text(GUARDED if name.startswith("mesh") else RECIPE)
         (job.folder / "data").mkdir()
         with ShardWriter(job.folder / "data", "train", vocab_size=64) as writer:
             writer.append(torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).numpy())
@@ -306,10 +301,9 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_said(came, ended):
     assert "Traceback" not in job.out
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_others(axis, ended):
+def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_others(ended):
     """Ranks 0 and 3 have a group with rank 1 each, rank 2 has none: it waits for them."""
-    job = ended(f"{axis} hangs")
+    job = ended("mesh hangs")
     said = {re.sub(r" for \d+ s", "", line) for line in job.out.splitlines() if " behind" in line}  # each rank's own
     assert len(said) == 1, job.out[-5000:]
     assert re.match(r"HangWatchdog: rank 1 of 4 on \S+ is behind: in the forward of step 7: threading.py:", said.pop())
@@ -317,9 +311,8 @@ def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_
     assert job.out.count("is ended, with exit code 1") == 4
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(axis, ended):
-    unbroken, job = ended(f"{axis} hangs"), ended(f"{axis} killed")
+def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(ended):
+    unbroken, job = ended("mesh hangs"), ended("mesh killed")
     assert job.seconds < 60
     out = (job.folder / "first_out").read_text(errors="replace")
     said = re.findall(GONE.format(rank=2, world=4), out, re.M)

@@ -106,22 +106,6 @@ def test_the_description_keeps_headings_and_code_of_the_readme_and_no_link_that_
     assert package.relative_links(description()) == []
 
 
-def test_what_a_wheel_lacks_or_has_otherwise_is_named(tmp_path):
-    for name in (
-        "lightning_tricks/a.py",
-        "lightning_tricks/py.typed",
-        "lightning_tricks/a.pyc",
-        "recipes/parts/b.yaml",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    whole = ["lightning_tricks/a.py", "lightning_tricks/py.typed", "lightning_tricks/recipes/parts/b.yaml"]
-    assert package.missing_from_wheel(whole, tmp_path) == []
-    assert package.missing_from_wheel(whole[:2], tmp_path) == whole[2:]
-    assert package.missing_from_wheel(whole[1:], tmp_path) == whole[:1]
-    assert package.differences({"a": b"1", "b": b"2", "c": b"3"}, {"a": b"1", "b": b"x", "d": b""}) == ["b", "c", "d"]
-
-
 def test_each_package_of_the_release_extra_is_pinned():
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
     needed = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["optional-dependencies"]["release"]}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -214,12 +213,3 @@ def test_llms_txt_has_the_published_form_and_its_links_lead_to_markdown(out):
     assert {path.stem for path in ROOT.glob("docs/*.md")} - {"README"} <= listed
     full = (out / "html/llms-full.txt").read_text(encoding="utf-8")
     assert all(f"\n# {build_site.title(path.read_text('utf-8'))}\n" in full for path in ROOT.glob("docs/*.md"))
-
-
-# ---- the command
-
-
-def test_a_missing_package_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "zensical", None)
-    assert build_site.main([]) == 1
-    assert capsys.readouterr().err == "zensical is missing: pip install -c constraints.txt '.[docs]'\n"

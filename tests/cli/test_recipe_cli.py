@@ -12,7 +12,6 @@ import yaml
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 from cli.test_entries import MODEL
 from cli.wrong_inputs import SMALL
-from harness.preloaded import python
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe
@@ -40,10 +39,6 @@ def test_prepare_takes_any_data_module_and_prints_a_summary_where_there_is_one(c
     Data.data_summary = lambda self: "two rows"
     prepare.run(pl.LightningModule(), Data(), {})
     assert capsys.readouterr().out == "prepared\nset up for fit\ntwo rows\n"
-
-
-def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([python(), "-m", "lightning_tricks", *args], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.mark.long
@@ -77,16 +72,14 @@ def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp
     assert Path("parts", parts[-1]).read_text() == "mine"
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "short.yaml").write_text("max_steps: 7\ngradient_clip_val: 0.5\n")
     recipe = yaml.safe_load(TINY.read_text())
     recipe["trainer"] = "parts/short.yaml"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    done = run("fit", "--config", str(tmp_path / "mine.yaml"), "--trainer.max_steps", "9", "--print_config")
-    assert done.returncode == 0, done.stderr
-    trainer = yaml.safe_load(done.stdout)["trainer"]
+    trainer = load_recipe("--config", str(tmp_path / "mine.yaml"), "--trainer.max_steps", "9")[2]
     assert (trainer["max_steps"], trainer["gradient_clip_val"]) == (9, 0.5)
 
 

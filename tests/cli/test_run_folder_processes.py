@@ -16,6 +16,8 @@ RUN = Path("runs/toy/version_0")
 START = {"config.yaml", "hparams.yaml", "events"}
 CHECKPOINTS = {"checkpoints/step=2.ckpt", "checkpoints/step=4.ckpt", "checkpoints/last.ckpt"}
 FILES = START | CHECKPOINTS
+# as `ddp_spawn` starts a process, which gets a pickle of all, without importing everything anew
+SPAWN = "{class_path: DDPStrategy, init_args: {start_method: forkserver}}"
 
 
 def fit(strategy: str, fails: str = "", *options: str, devices: int = 2) -> str:
@@ -56,14 +58,11 @@ def test_under_ddp_fork_a_run_has_one_folder(tmp_path):
     verify_checkpoint(tmp_path / RUN / "checkpoints/last.ckpt")
 
 
-def spawned(folder: Path) -> None:
-    os.chdir(folder)
+def test_under_ddp_spawn_a_run_stays_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
     assert fit("auto", devices=1) == ""
     # a second fit, which goes on from the first: everything that the child is given can be pickled
-    assert fit("ddp_spawn", "", "--ckpt_path=last", "--trainer.max_steps=6", devices=1) == ""
+    assert fit(SPAWN, "", "--ckpt_path=last", "--trainer.max_steps=6", devices=1) == ""
     assert left() == FILES - {"checkpoints/step=2.ckpt"} | {"checkpoints/step=6.ckpt"}
-
-
-def test_under_ddp_spawn_a_run_stays_and_goes_on(tmp_path):
-    processes.end(processes.start_alone(spawned, tmp_path))
-    verify_checkpoint(tmp_path / RUN / "checkpoints/last.ckpt")
+    verify_checkpoint(RUN / "checkpoints/last.ckpt")

@@ -123,4 +123,5 @@ def test_a_wrong_length_is_one_line_before_the_data(args, line, folder):
 def test_another_command_reads_past_it_in_a_recipe_and_refuses_it_when_typed():
     with pytest.raises(UsageError, match=r"^--total_tokens is an option of fit$"):
         RecipeCLI(args=["validate", "--config", "tokens.yaml", "--total_tokens", "5"])
-    RecipeCLI(args=["prepare", "--config", "tokens.yaml"])
+    elsewhere = ["--trainer.devices=8", "--trainer.accelerator=cuda"]  # no device of this machine is asked for
+    RecipeCLI(args=["prepare", "--config", "tokens.yaml", *elsewhere])

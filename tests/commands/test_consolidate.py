@@ -63,14 +63,6 @@ def test_the_state_of_a_plugin_passes_and_what_is_not_safe_is_said(tmp_path, cap
     assert "which weights_only=True does not let in" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_what_is_no_whole_folder_of_shards_is_refused(saved, tmp_path):
-    folder = saved[1]
-    (folder / ".metadata").unlink()
-    with pytest.raises(UsageError, match="incomplete: "):
-        consolidate(folder, tmp_path / "one.ckpt")
-    assert not (tmp_path / "one.ckpt").exists()
-
-
 def test_a_folder_of_deepspeed_goes_to_its_own_reader(tmp_path, monkeypatch):
     (tmp_path / "ds.ckpt" / "checkpoint").mkdir(parents=True)
     (tmp_path / "ds.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt").touch()

@@ -13,18 +13,17 @@ from lightning_tricks import generate as generate_tokens
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.commands.generate import _texts
-from lightning_tricks.models import GPT2, Llama
+from lightning_tricks.models import Llama
 
 SHAPE = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def trained(request, tmp_path_factory, text_file):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text_file):
     """A short run's data, module and checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     pl.seed_everything(0, verbose=False)
-    config = {"llama": Llama(**SHAPE, n_kv_heads=1), "gpt2": GPT2(**SHAPE)}[request.param]
-    model = LanguageModel(config, optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
+    model = LanguageModel(Llama(**SHAPE, n_kv_heads=1), optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
     data = TextData([text_file], vocab_size=300, seq_len=32, cache_dir=str(folder / "cache"), val_fraction=0.5)
     fit(model, EMA(decay=0.5), data=data, max_steps=5, limit_val_batches=0).trainer.save_checkpoint(folder / "run.ckpt")
     return data, model.eval(), folder / "run.ckpt"

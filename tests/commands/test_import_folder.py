@@ -109,7 +109,6 @@ def test_a_run_with_another_decoder_or_tokenizer_is_one_line(tmp_path, text_file
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda f: change(f, model_type="mamba"), "hf: model_type=mamba: the decoder is one of"),
         (lambda f: change(f, num_hidden_layers=3), "has no 'blocks.2.attn_norm.weight', which the model has"),
         (
@@ -121,10 +120,7 @@ def test_a_run_with_another_decoder_or_tokenizer_is_one_line(tmp_path, text_file
             "tie_word_embeddings is true in config.json, and lm_head.weight is",
         ),
         (lambda f: (f / "model.safetensors").unlink(), "has no .safetensors"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"12345678901"), "damaged: "),
         (lambda f: index(f, "gone.safetensors"), "has no gone.safetensors, which its index names"),
-        (lambda f: index(f, "../else.safetensors"), "outside of it"),
-        (lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizers JSON file"),
         (lambda f: (f / "tokenizer.json").write_text(larger()), "its tokenizer has 400 tokens and its model 280"),
         (lambda f: (f / "config.json").unlink(), "has no config.json: give a folder"),
     ],

@@ -240,10 +240,8 @@ def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
 @pytest.mark.parametrize(
     ("options", "settings", "words"),
     [
-        ({"cpu_offload": True}, {}, 64),
         ({"cpu_offload": True}, {"activation_checkpointing": "full"}, 4096),
-        ({"reshard_after_forward": False}, {}, 4096),
-        ({"reduce_gradients": "step"}, {"activation_checkpointing": "selective"}, 64),
+        ({"reshard_after_forward": False, "reduce_gradients": "step"}, {"activation_checkpointing": "selective"}, 64),
     ],
 )
 def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(options, settings, words):

@@ -113,17 +113,14 @@ def test_each_run_step_and_parameter_has_its_own_seed():
 # what the step is for
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_an_update_of_a_thousandth_of_a_spacing_moves_weights_as_in_fp32(moves):
+def test_an_update_of_a_thousandth_of_a_spacing_moves_weights_as_in_fp32():
     param = nn.Parameter(torch.ones(1 << 16, dtype=BF16))
     optimizer = torch.optim.SGD([param], lr=1e-3)
-    if moves:
-        BF16Step(optimizer)
+    BF16Step(optimizer)
     for _ in range(200):
         param.grad = torch.full_like(param, -SPACING)
         optimizer.step()
-    moved = (param.double() - 1).mean().item() / (0.2 * SPACING)
-    assert moved == (pytest.approx(1, rel=0.05) if moves else 0)
+    assert (param.double() - 1).mean().item() == pytest.approx(0.2 * SPACING, rel=0.05)
 
 
 OPTIMIZERS = {
@@ -341,16 +338,6 @@ def test_seed_and_count_are_all_that_the_rounding_depends_on():
     assert torch.equal(first, run())
     assert not torch.equal(first, run(seed=1))
     assert not torch.equal(first, run(count=1))
-
-
-def test_two_parameters_of_one_shape_do_not_round_alike():
-    params = [nn.Parameter(torch.ones(300, dtype=BF16)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.5)
-    BF16Step(optimizer)
-    for param in params:
-        param.grad = torch.full_like(param, -SPACING)
-    optimizer.step()
-    assert not torch.equal(*params)
 
 
 # loading

@@ -186,11 +186,8 @@ def alone(parts, **settings):
         ((6, 3, 2, 2), {}, lambda w: [w.flatten(1)]),  # a convolution is one matrix of its filters
         ((4, 6, 10), {"stacked": True, "output_dim": 1}, lambda w: list(w.unbind())),
         ((4, 10, 24), {"stacked": True, "output_dim": 2}, lambda w: list(w.mT.unbind())),  # (experts, in, out)
-        ((24, 8), {"parts": (8, 8, 8)}, lambda w: list(w.split(8))),
         ((24, 8), {"parts": (16, 4, 4)}, lambda w: list(w.split([16, 4, 4]))),  # fewer heads of keys and values
-        ((8, 24), {"output_dim": 1}, lambda w: [w.T]),  # transformers' Conv1D
-        ((8, 24), {"parts": (8, 8, 8), "output_dim": 1}, lambda w: list(w.T.split(8))),
-        ((24, 8), {"parts": (4,) * 6}, lambda w: list(w.split(4))),  # heads
+        ((8, 24), {"parts": (8, 8, 8), "output_dim": 1}, lambda w: list(w.T.split(8))),  # transformers' Conv1D
         ((24, 8), {"parts": (12, 12), "interleaved": True}, lambda w: [w[::2], w[1::2]]),
         (  # experts of a gated MLP, as in Mixtral
             (2, 24, 8), {"stacked": True, "output_dim": 1, "parts": (12, 12)},

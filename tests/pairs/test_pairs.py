@@ -139,9 +139,8 @@ def resume(rank: int, row: dict[str, Any], checkpoint: Path, folder: Path, token
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keeper", ["SafeCheckpoint", "ExactResume"])  # of the random state
-def test_a_run_of_one_process_goes_on_on_two_tensor_ranks_which_drop_the_same(keeper, tmp_path):
-    tokens, row = write_token_files(tmp_path / "tokens"), {**ALONE, keeper: True, "GradNormMonitor": True}
+def test_a_run_of_one_process_goes_on_on_two_tensor_ranks_which_drop_the_same(tmp_path):
+    tokens, row = write_token_files(tmp_path / "tokens"), {**ALONE, "SafeCheckpoint": True, "GradNormMonitor": True}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     curves_of(row, whole, tokens, kill=Kill(row["killed"], whole, killed), as_ranks=True)
     checkpoint = newest(killed)

@@ -177,16 +177,6 @@ def test_a_checkpoint_of_fp32_weights_opens_with_its_optimizer_state_and_the_oth
         assert torch.equal(saved["exp_avg"].float(), loaded["exp_avg"])
 
 
-def test_a_second_fit_with_the_same_optimizer_wraps_it_once():
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.configure_optimizers = lambda: optimizer
-    plugin = BF16True()
-    for _ in range(2):
-        fit(model, plugin, max_steps=2)
-        assert plugin.state_dict()["steps"] == [2]
-
-
 def test_validation_needs_no_optimizer(tmp_path):
     fit(Model(), BF16True()).save_checkpoint(tmp_path / "a.ckpt")
     model = Model()

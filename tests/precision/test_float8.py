@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.models import GPT, SHAPE, Decoding
-from harness.runs import CountsFlops, decoding, fit, same_training
+from harness.runs import CountsFlops, decoding, fit
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, Llama, MFUMonitor
 from lightning_tricks._core.errors import UsageError
@@ -235,26 +234,6 @@ def test_one_table_says_what_was_converted_and_why_the_rest_was_not(caplog):
         ["model.blocks.*.mlp.up", "2", "256 x 32", "fp8"],
         ["model.blocks.*.mlp.down", "2", "32 x 256", "fp8"],
     ]
-
-
-class ByTorchao(Decoding):
-    def configure_model(self) -> None:
-        config = Float8LinearConfig.from_recipe_name(self.recipe)
-        object.__setattr__(config, "emulate", True)
-        convert_to_float8_training(self.model, config=config, module_filter_fn=lambda _, name: name != "head")
-        # torchao's layer asks CUDA's autocast only: cast as it would
-        for layer in self.model.modules():
-            if type(layer).__name__ == "Float8Linear":
-                layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_it_trains_to_the_bit_as_torchao_converted_it(recipe):
-    ours = fit(Decoding(ONE_BLOCK), plugins=plugin(recipe))
-    module = ByTorchao(ONE_BLOCK)
-    module.recipe = recipe
-    assert same_training(ours, fit(module, plugins=BF16Mixed()))
-    assert not same_training(ours, fit(Decoding(ONE_BLOCK), plugins=BF16Mixed()))
 
 
 class Learning(Decoding):

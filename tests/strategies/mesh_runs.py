@@ -286,7 +286,13 @@ def train(
 def on_the_mesh(case: Case, rank: int, world: int, **more: Any) -> Found:
     dims = case.dims.of_world(world)
     strategy = FSDP2Strategy(mesh=case.dims, **case.options)
-    return train(case, strategy, (dims.data_rank(rank), dims.data_ranks), world, **more)
+    found = train(case, strategy, (dims.data_rank(rank), dims.data_ranks), world, **more)
+    if seconds := case.options.get("timeout_seconds"):
+        mesh = strategy.groups
+        groups: list[Any] = [*mesh.device_mesh.get_all_groups(), mesh.loss, mesh.context]
+        waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        assert waits == [seconds] * 5, "replicate, shard, tensor, loss and context"
+    return found
 
 
 def table(rank: int, cases: dict[str, Case], world: int) -> dict[str, Any]:
@@ -309,16 +315,6 @@ def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
         if not case.says
     }
     return {name: train_once(settings) for name, settings in alone.items()}
-
-
-def waits(rank: int, seconds: float) -> list[float]:
-    """How long the groups of a strategy's mesh wait: replicate, shard, tensor, loss and context."""
-    dims = ParallelDims(context=2, tensor=2)
-    strategy = FSDP2Strategy(mesh=dims, timeout_seconds=seconds)
-    train(Case("llama", dims), strategy, devices=4)
-    mesh = strategy.groups
-    groups: list[Any] = [*mesh.device_mesh.get_all_groups(), mesh.loss, mesh.context]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 LAYOUTS = {

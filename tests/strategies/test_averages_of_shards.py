@@ -13,7 +13,7 @@ from harness.runs import same, trainer_with, whole
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_tricks.callbacks import EMA, InitFrom, SafeCheckpoint, TailAverage
-from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights, open_checkpoint
+from lightning_tricks.checkpoints import AtomicCheckpointIO, open_checkpoint
 from lightning_tricks.checkpoints.record import KEY
 from lightning_tricks.guards.averaged_weights import Swap
 from lightning_tricks.parallel.shard import drop_gathered
@@ -177,17 +177,6 @@ def test_one_process_goes_on_with_the_averages_of_two(written, kind, strategy):
     for term, found in start.found.items():
         assert same(list(found.values()), [there["weights"][term][name] for name in found])
     assert start.progress == there["progress"]
-
-
-def test_a_model_takes_the_average_from_a_folder_in_place_of_its_weights(written):
-    model, path = Model(), written / "ema" / "last.ckpt"
-    line = load_weights(model, path, average="ema")
-    assert line.startswith(f"{path}: 21 of its 21 weights loaded, of their average ema; left out: ")
-    found = open_checkpoint(path)
-    assert same(
-        list(model.state_dict().values()), [found["averages"]["ema"]["weights"]["mean"][n] for n in model.state_dict()]
-    )
-    assert not same(list(model.state_dict().values()), list(found["state_dict"].values()))
 
 
 def test_a_file_the_background_and_bf16_hold_the_average_too(tmp_path):

@@ -90,7 +90,7 @@ def fit(plugin, rank=0, world=1, folder=None, ckpt_path=None, **options):
 
 def in_two(rank, folder, expected):
     for plugin, (losses, found, norms) in expected.items():
-        for dcp in (True, False):
+        for dcp in (True, False) if plugin == "fp32" else (True,):
             at = folder / f"{plugin}-{dcp}"
             strategy = FSDP2Strategy(save_distributed_checkpoint=dcp)
             model, here, own_norms = fit(plugin, rank, 2, folder=at, strategy=strategy)

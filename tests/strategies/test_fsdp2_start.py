@@ -8,7 +8,7 @@ from harness.models import batches
 from harness.runs import whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -117,8 +117,13 @@ def assert_same(found, expected, case):
 
 def starting_in_four(rank, expected, drawn):
     for name, make in MODELS.items():
-        start = start_of(make(), rank, devices=4, strategy=FSDP2Strategy(mesh=ParallelDims(replicate=2)))
+        model, strategy = make(), FSDP2Strategy(mesh=ParallelDims(replicate=2))
+        start = start_of(model, rank, devices=4, strategy=strategy)
         assert_same(start.found, expected[name], name)
+        sharded = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        assert {parameter.placements for parameter in sharded} == {(Replicate(), Shard(0))}
+        assert strategy.device_mesh.mesh_dim_names == ("replicate", "shard")
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
         group = [None] * 4
         torch.distributed.all_gather_object(group, start.local)
         assert_same(group[rank], group[(rank + 2) % 4], f"{name}: the replicas")
@@ -168,7 +173,7 @@ def test_ranks_of_other_seeds_start_with_the_values_of_one_process(alone):
     processes.run(starting_in_two, *alone)
 
 
-def test_replicas_of_hsdp_start_alike_where_ranks_have_other_seeds(alone):
+def test_hsdp_shards_over_two_and_copies_over_two_which_start_alike_where_ranks_have_other_seeds(alone):
     processes.run(starting_in_four, *alone, world=4)
 
 

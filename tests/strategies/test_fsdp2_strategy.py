@@ -10,7 +10,7 @@ from harness import processes, runs
 from harness.models import Small, batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import GradNormMonitor, StepGuard
@@ -83,10 +83,13 @@ OPTIONS = {
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "named_blocks": {"blocks": [r".*layers\.\d+\.(self_attn|mlp|linear\d)"]},
+    "compiled": {"compile_blocks": True},
 }
 
 
 def foreign_in_two(rank: int, expected: dict) -> None:
+    # traced and partitioned as by the default backend, whose C++ compiler takes most of a minute
+    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
     for kind, (losses, weights, norms) in expected.items():
         cls = {"llama": CausalLM, "encoder": Encoder, "image": Image}[kind]
         options = OPTIONS if kind == "llama" else {"plain": {}}
@@ -143,57 +146,6 @@ def test_foreign_modules_train_as_in_one_process():
         run = fit(model, "auto", 1, rows(), GradNormMonitor(), max_steps=3)
         expected[kind] = (model.losses, whole(model), run.of("train/grad_norm"))
     processes.run(foreign_in_two, expected)
-
-
-def gradients_in_two(rank: int, expected: dict) -> None:
-    # traced and partitioned as by the default backend, whose C++ compiler takes most of a minute
-    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
-    for compiled in (False, True):
-        found, model = {}, CausalLM()
-        strategy = FSDP2Strategy(compile_blocks=compiled)
-        note = lambda _, module, __: found.update((n, runs.whole(p.grad)) for n, p in module.named_parameters())  # noqa: B023, E731
-        seen = runs.On(on_before_optimizer_step=note)
-        fit(model, strategy, 2, rows(rank, 2), seen, max_steps=1)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=f"{compiled} {name}")
-
-
-@pytest.mark.long
-def test_every_gradient_is_that_of_one_process_compiled_or_not():
-    model = CausalLM()
-    batch = next(iter(rows()))
-    model.model(input_ids=batch, labels=batch).loss.backward()
-    processes.run(gradients_in_two, {name: p.grad.clone() for name, p in model.named_parameters()})
-
-
-def on_four(rank: int, losses: list[float]) -> None:
-    model = CausalLM()
-    strategy = FSDP2Strategy(mesh=ParallelDims(replicate=2))
-    fit(model, strategy, 4, rows(rank, 4), max_steps=3)
-    mean = torch.tensor(model.losses)
-    torch.distributed.all_reduce(mean)
-    torch.testing.assert_close(mean / 4, torch.tensor(losses), rtol=1e-5, atol=1e-6)
-    weight = model.model.lm_head.weight
-    assert weight.placements == (Replicate(), Shard(0))
-    assert weight.to_local().numel() * 2 == weight.numel()
-    assert strategy.device_mesh.mesh_dim_names == ("replicate", "shard")
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
-
-
-@pytest.mark.long
-def test_hsdp_shards_over_two_and_copies_over_two():
-    model = CausalLM()
-    fit(model, data=rows(), max_steps=3)
-    processes.run(on_four, model.losses, world=4)
-
-
-def test_one_device_trains_and_resumes_too(tmp_path):
-    alone, sharded, resumed = CausalLM(), CausalLM(), CausalLM()
-    train(alone)
-    train(sharded, strategy=FSDP2Strategy(), folder=tmp_path)
-    assert sharded.losses == pytest.approx(alone.losses, rel=1e-6)
-    train(resumed, strategy=FSDP2Strategy(), ckpt_path=tmp_path / "step=3.ckpt")
-    assert resumed.losses == sharded.losses[3:]
 
 
 def test_a_second_fit_and_a_validation_take_the_shards_as_they_are():

@@ -81,14 +81,11 @@ def everything(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, tor
     return found
 
 
-def fit(
-    kind: str, rank: int = 0, plugin: str | None = None, folder: Path | None = None, io: Any = None, **options: Any
-) -> list[Any]:
+def fit(kind: str, rank: int = 0, plugin: str | None = None, folder: Path | None = None, **options: Any) -> list[Any]:
     """Train to step five, from a checkpoint or with one at step three: what was there at step three; losses and lr."""
     world = dist.get_world_size() if dist.is_initialized() else int(options.get("devices", 1))
     ckpt_path = options.pop("ckpt_path", None)
     plugins: list[Any] = [PLUGINS[plugin]()] if plugin else []
-    plugins += [io] if io else []
     model, found, lr = {**MODELS, **CHANGED}[kind](), {}, []
 
     def look(trainer: Any, module: Any, *_: Any) -> None:
@@ -139,7 +136,6 @@ def sharded(world: int, dcp: bool = True, replicate: int = 1) -> dict[str, Any]:
 def written_by_two(rank: int, folder: Path) -> None:
     for kind, dcp in WRITTEN:
         write(rank, folder, f"{kind}, 2, {dcp}", kind, **sharded(2, dcp))
-    write(rank, folder, "background", "foreign", io=AtomicCheckpointIO(asynchronous=True), **sharded(2))
     for plugin in ("bf16_true", "fp16_mixed"):
         write(rank, folder, plugin, "foreign", plugin=plugin, **sharded(2))
 
@@ -274,10 +270,6 @@ def test_shards_open_in_a_trainer_without_a_strategy(kind, dcp, folder):
 @pytest.mark.parametrize("plugin", ["bf16_true", "fp16_mixed"])
 def test_the_state_of_a_precision_goes_with_it(plugin, folder):
     read(folder, plugin, "foreign", plugin=plugin, within=1e-3)  # 16-bit sums depend on how the rows are split
-
-
-def test_shards_that_a_thread_wrote_are_those_of_the_step(folder):
-    read(folder, "background", "foreign")
 
 
 def test_shards_of_two_open_on_four_and_those_of_hsdp_and_plain_files_on_two(started, folder):
