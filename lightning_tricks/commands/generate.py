@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_run_folder
 from lightning_tricks._core.quote import printable_lines, say
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
-from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
