@@ -14,6 +14,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer import chosen_version, has_versions
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, check_training_state, is_of_deepspeed
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -118,8 +119,7 @@ class Branch:
         config.ckpt_path = self.ckpt_path
         origin = Namespace(trunk=trunk.path, trunk_step=trunk.step, decay_steps=self.decay_steps)
         lineage = Namespace(class_path="lightning_tricks.callbacks.BranchLineage", init_args=origin)
-        given = trainer.get("callbacks") or []
-        trainer.callbacks = [*(given if isinstance(given, list) else [given]), lineage]
+        trainer.callbacks = [*listed(trainer, "callbacks"), lineage]
 
     def check(self, trainer: Any) -> None:
         """Refuse checkpoints beside that of the trunk: each run would take the other's for its own."""

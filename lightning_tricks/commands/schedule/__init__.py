@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import listed
 from lightning_tricks.commands import Recipe
 
 
@@ -50,6 +51,4 @@ def _planned_against(recipe: Recipe) -> Any:
 
 def _name(trainer: Any) -> str | None:
     """The name of the run in the recipe: that of its logger."""
-    loggers = trainer.get("logger")
-    first = loggers[0] if isinstance(loggers, list) and loggers else loggers
-    return getattr(first, "name", None) or None
+    return next((getattr(logger, "name", None) or None for logger in listed(trainer, "logger")), None)
