@@ -5,8 +5,8 @@ First the check of any parametrization, from Python; then the command, of a reci
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import linear_regression
 from typing import Any, NamedTuple
@@ -196,15 +196,8 @@ def _measured(trial: CoordinateTrial, batches: Sequence[Any]) -> dict[str, Sizes
 
 @torch.no_grad()
 def _outputs(trial: CoordinateTrial, batch: Any) -> dict[str, Tensor]:
+    """The output of each layer on a batch, in fp32; of several outputs the first."""
     kept: dict[str, Tensor] = {}
-    with _recording(layers_of(trial.module), kept):
-        trial.loss(batch)
-    return kept
-
-
-@contextmanager
-def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iterator[None]:
-    """Keep the output of each layer, in fp32; of several outputs the first."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -213,12 +206,11 @@ def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iter
 
         return keep
 
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, layer in layers_of(trial.module).items():
+            stack.enter_context(layer.register_forward_hook(hook(name)))  # which its end removes
+        trial.loss(batch)
+    return kept
 
 
 def run(
