@@ -176,7 +176,6 @@ def run(args: list[str]) -> tuple[list[str], Branch]:
         description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "
         "of its own: a fit that goes on from the checkpoint, with decay_start at its step and max_steps N steps later. "
         "Other options are those of fit; the recipe's learning rate and shape of the decay hold, not the checkpoint's.",
-        allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", metavar="FILE", help="file, or folder of shards")
     parser.add_argument("--decay_steps", type=int, metavar="N", help="length of the decay in optimizer steps")

@@ -343,7 +343,6 @@ def run(args: list[str]) -> None:
         "lightning-tricks compare",
         description="Runs side by side, of this collection or of another Lightning project. Runs whose settings differ "
         "in seeds alone are one group; each group is compared with the first.",
-        allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", metavar="DIR", help="of a run, or with several")
     parser.add_argument(

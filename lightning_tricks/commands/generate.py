@@ -66,7 +66,6 @@ def _parse(args: list[str]) -> argparse.Namespace:
         "lightning-tricks generate",
         description="Continue a text with the model of a checkpoint, which holds its architecture and its tokenizer. "
         "Runs on the GPU if there is one, in the number format of the saved weights.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"
