@@ -34,19 +34,13 @@ def run(
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
-        plans.append(NamedPlan(Path(other.file).stem, _planned_against(other)))
+        try:
+            plans.append(NamedPlan(Path(other.file).stem, planned(other.model, other.datamodule, other.trainer)))
+        except UsageError as error:
+            raise UsageError(f"against={other.file}: {error}") from error
     columns, lines = shutil.get_terminal_size((80, 24))
     shows = {"unicode": shows_unicode(), "color": shows_color()}
     print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
-
-
-def _planned_against(recipe: Recipe) -> Any:
-    from lightning_tricks.commands.schedule.plan import planned
-
-    try:
-        return planned(recipe.model, recipe.datamodule, recipe.trainer)
-    except UsageError as error:
-        raise UsageError(f"against={recipe.file}: {error}") from error
 
 
 def _name(trainer: Any) -> str | None:
