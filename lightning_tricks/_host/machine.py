@@ -1,4 +1,7 @@
-"""What this host can hold at most, by which a slip of the finger is told from a large run; the devices of a recipe."""
+"""What this host can hold at most, by which a slip of the finger is told from a large run.
+
+And the devices, callbacks and loggers that a Trainer's arguments name, whatever form a recipe gives them.
+"""
 
 import os
 from collections.abc import Mapping
@@ -43,6 +46,12 @@ def named_devices(settings: Any) -> int | None:
         f"trainer.devices={devices}: give the number of devices of one host, from 1 to {_MOST_DEVICES}, a list of "
         "their numbers, or auto"
     )
+
+
+def listed(settings: Any, name: str) -> list[Any]:
+    """A Trainer's argument that is one object or several, such as `callbacks`, as a list; empty where none is given."""
+    given = settings.get(name) or []
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def devices_here(settings: Mapping[str, Any]) -> int:

@@ -3,7 +3,8 @@
 `record.py` has a checkpoint's record and its checksums; `write_file.py`, `atomic_checkpoint_io.py` and `snapshot.py`
 write; `check_checkpoint.py` verifies; `open_checkpoint.py` is the one entry for all that read, with `load_weights.py`
 for weights alone and `hf_folder.py` for those of transformers; `find_checkpoint.py` finds the newest whole one.
-`inside.py` and `folder_metadata.py` keep a stranger's folder from naming other files, and from running anything.
+`folder_metadata.py` and `_core/foreign_files.py` keep a stranger's folder from running anything, and from naming other
+files.
 """
 
 from lightning_tricks.checkpoints.atomic_checkpoint_io import AtomicCheckpointIO

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import inside
 from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA, read_metadata
-from lightning_tricks.checkpoints.inside import inside
 from lightning_tricks.checkpoints.record import DAMAGED_ARCHIVE, RECORD_FILE, damage, read_record
 
 TRAINER_STATE = "meta.pt"  # Lightning's file: everything but weights and optimizer state

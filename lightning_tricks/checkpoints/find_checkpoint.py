@@ -11,8 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import is_inside
 from lightning_tricks.checkpoints.check_checkpoint import replaced_path
-from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.checkpoints.record import Record, read_record
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.inside import inside
+from lightning_tricks._core.foreign_files import inside
 
 SHARDS_METADATA = ".metadata"  # torch's file: which tensor is in which file; written last by torch
 _DCP, _LEGACY = "torch.distributed.checkpoint", "torch.distributed._shard.sharded_tensor.metadata"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks.checkpoints.inside import inside
+from lightning_tricks._core.foreign_files import inside
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, from_hf
 from lightning_tricks.models.hf_adapter import decoder_config, with_their_prefix
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.foreign_files import inside
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
-from lightning_tricks.checkpoints.inside import inside
 from lightning_tricks.models import DecoderConfig
 
 Part = Literal["weights", "optimizers", "averages"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.checkpoints.inside import inside
+from lightning_tricks._core.foreign_files import inside
 
 KEY = "lightning_tricks"  # in a checkpoint: a dict, of which the entry "record" is a Record's content
 RECORD_FILE = "record.json"  # in a folder of shards, written last

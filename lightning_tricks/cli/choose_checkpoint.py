@@ -18,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_run_folder
 from lightning_tricks._trainer import chosen_version, store_before_the_run, take_loops_step, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
-from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.strategies.consolidate_deepspeed import read_layout
 
 _calls = itertools.count()

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import named_devices
+from lightning_tricks._host.machine import listed, named_devices
 from lightning_tricks._trainer import opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 
@@ -152,8 +152,7 @@ def make_elastic(options: Mapping[str, Any], module: Any, data: Any, environment
         )
     changes = scaled(trainer, full_ranks, ranks_of(now))
     shown = [f"{name} {trainer.get(name) or 1} -> {value}" for name, value in changes.items()]
-    given = trainer.get("callbacks") or []
-    for callback in given if isinstance(given, list) else [given]:
+    for callback in listed(trainer, "callbacks"):
         if isinstance(callback, BatchSizeWarmup) and callback.double_every and callback.start is None:
             callback.start = full_ranks  # its default would be one micro-batch on each process of this start
     if (hosts, local) != (hosts_of_recipe, per_host):

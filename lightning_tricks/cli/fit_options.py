@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import named_devices
+from lightning_tricks._host.machine import listed, named_devices
 from lightning_tricks.callbacks import InitFrom, TotalTokens
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
@@ -137,7 +137,5 @@ def settings_of_fit(options: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's arguments of a recipe, with the length in tokens among its callbacks, as a `fit` has it."""
     settings = dict(trainer)
     if options.get("total_tokens") is not None:
-        callbacks = settings.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        settings["callbacks"] = [TotalTokens(options["total_tokens"]), *callbacks]
+        settings["callbacks"] = [TotalTokens(options["total_tokens"]), *listed(settings, "callbacks")]
     return settings

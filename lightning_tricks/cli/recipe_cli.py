@@ -20,6 +20,7 @@ from jsonargparse import Namespace, class_from_function
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.exit import end_within
+from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -68,13 +69,11 @@ class RecipeTrainer(pl.Trainer):
     def of_one_process(cls, settings: Mapping[str, Any]) -> "RecipeTrainer":
         """A Trainer of one process on a CPU or GPU of this machine, whatever devices the recipe's `settings` name."""
         environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
-        callbacks = settings.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         return cls(
             accelerator="cpu" if settings.get("accelerator") == "cpu" else "auto",
             devices=1,
             plugins=[environments.LightningEnvironment(), AtomicCheckpointIO()],  # no job of SLURM, no torchrun
-            callbacks=[callback for callback in callbacks if isinstance(callback, pl.callbacks.Checkpoint)],
+            callbacks=[one for one in listed(settings, "callbacks") if isinstance(one, pl.callbacks.Checkpoint)],
             enable_progress_bar=False,
             enable_model_summary=False,
             **{name: settings[name] for name in _KEPT if settings.get(name) is not None},
@@ -240,8 +239,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _add_callbacks(self, config: Any) -> None:
         """Add progress bar, prediction writer and Preemption to the settings, unless the recipe has its own or none."""
-        callbacks = config.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        callbacks = listed(config, "callbacks")
 
         def has(*classes: type) -> bool:
             return any(isinstance(callback, classes) for callback in callbacks)

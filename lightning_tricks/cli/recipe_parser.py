@@ -240,7 +240,7 @@ def load_text(text: str, path: str = "") -> Any:
     name_modules(text)
     try:
         if not {":", "&"}.isdisjoint(text):
-            _check_text(text, where)
+            _check(yaml.compose(text, Loader=yaml.SafeLoader), where, "")
         value = jsonargparse.get_loader("yaml")(text)
     except RecipeTextError:
         raise
@@ -250,12 +250,6 @@ def load_text(text: str, path: str = "") -> Any:
     if path and not isinstance(value, dict):
         raise RecipeTextError(f"{where}no recipe: it holds no settings, such as `trainer: {{max_steps: 100}}`")
     return value
-
-
-def _check_text(text: str, where: str) -> None:
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if node is not None:
-        _check(node, where, "")
 
 
 def _check(node: yaml.Node | None, where: str, place: str) -> None:

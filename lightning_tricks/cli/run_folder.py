@@ -11,6 +11,8 @@ import fsspec
 from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_links
+from lightning_tricks._host.machine import listed
 from lightning_tricks._host.writable import check_folders_of_run
 from lightning_tricks._trainer import (
     choose_version,
@@ -21,7 +23,6 @@ from lightning_tricks._trainer import (
     next_version,
 )
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
-from lightning_tricks.checkpoints.inside import check_links
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
 from lightning_tricks.cli.recipe_parser import lightning_cli
 
@@ -32,8 +33,7 @@ def expand_save_dirs(trainer: Any) -> None:
     Lightning's loggers expand them when they write, but its savers take the text as it is: logs and checkpoints would
     get two folders.
     """
-    given = trainer.get("logger")
-    for logger in given if isinstance(given, list) else [given]:
+    for logger in listed(trainer, "logger"):
         settings = logger.get("init_args") if isinstance(logger, Namespace) else None
         if settings and settings.get("save_dir"):
             settings.save_dir = os.path.expanduser(os.path.expandvars(settings.save_dir))

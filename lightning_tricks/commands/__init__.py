@@ -60,7 +60,13 @@ class Recipe(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, whose errors are UsageErrors. Its program is named `lightning-tricks COMMAND`."""
+    """argparse's parser, whose errors are UsageErrors. Its program is named `lightning-tricks COMMAND`.
+
+    No option may be shortened: words that `fit` gets would be taken for one.
+    """
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake as one line that names the command."""

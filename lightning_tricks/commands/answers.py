@@ -1,4 +1,4 @@
-"""The forms in which commands on logs answer, and the option for the names of another project's metrics."""
+"""The forms in which commands answer, and the option of those on logs for the names of another project's metrics."""
 
 import json
 import math
@@ -58,9 +58,21 @@ def json_text(value: Any) -> str:
     return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
 
 
+def check_json(command: str, file: str | None) -> None:
+    """Refuse the file of an option `json` that cannot be written, before the command has worked for it."""
+    if file is not None:
+        check_file(f"{command}: json", file)
+
+
+def write_json(file: str | None, value: Any) -> None:
+    """Write JSON to the file of an option `json`, if it names one."""
+    if file is not None:
+        Path(file).write_text(json_text(value), encoding="utf-8")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     return {str(key): _plain(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
-from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
+from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
 from lightning_tricks.language_model import LanguageModel
@@ -349,8 +348,7 @@ def run(
         raise UsageError("ckpt_path=none: autopsy needs the checkpoint of a run, which tells the samples of a step")
     if top < 0:
         raise UsageError(f"top={top}: give the number of documents to print, 0 or more")
-    if json is not None:
-        check_file("json", json)
+    check_json("autopsy", json)
     report = autopsy(
         model,
         datamodule,
@@ -361,5 +359,4 @@ def run(
         weights_only=weights_only,
     )
     say(*report.table(top).split("\n"))
-    if json is not None:
-        Path(json).write_text(dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(json, report.to_json())

@@ -29,7 +29,6 @@ def run(args: list[str]) -> None:
         "has the recipe, the tokenizer and the step of the last of them, no optimizer state and no average that they "
         "hold (ema): fit --init_from, "
         "validate, generate and export open it.",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help="at least two")
     parser.add_argument("--output", required=True, help="the file to write, which must not exist")

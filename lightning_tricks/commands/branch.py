@@ -14,6 +14,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer import chosen_version, has_versions
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, check_training_state, is_of_deepspeed
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -118,8 +119,7 @@ class Branch:
         config.ckpt_path = self.ckpt_path
         origin = Namespace(trunk=trunk.path, trunk_step=trunk.step, decay_steps=self.decay_steps)
         lineage = Namespace(class_path="lightning_tricks.callbacks.BranchLineage", init_args=origin)
-        given = trainer.get("callbacks") or []
-        trainer.callbacks = [*(given if isinstance(given, list) else [given]), lineage]
+        trainer.callbacks = [*listed(trainer, "callbacks"), lineage]
 
     def check(self, trainer: Any) -> None:
         """Refuse checkpoints beside that of the trunk: each run would take the other's for its own."""
@@ -176,7 +176,6 @@ def run(args: list[str]) -> tuple[list[str], Branch]:
         description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "
         "of its own: a fit that goes on from the checkpoint, with decay_start at its step and max_steps N steps later. "
         "Other options are those of fit; the recipe's learning rate and shape of the decay hold, not the checkpoint's.",
-        allow_abbrev=False,
     )
     parser.add_argument("--ckpt_path", metavar="FILE", help="file, or folder of shards")
     parser.add_argument("--decay_steps", type=int, metavar="N", help="length of the decay in optimizer steps")

@@ -14,24 +14,11 @@ from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs import page as html
+from lightning_tricks.logs import table
 from lightning_tricks.logs.compared_run import AXES, axis_text, read_runs
 from lightning_tricks.logs.comparison import LEVEL, Comparison, Row, compare_runs
 from lightning_tricks.logs.intervals import Interval
 from lightning_tricks.logs.page import Curve, limits, thinned
-from lightning_tricks.logs.table import (
-    LEAST_WIDTH,
-    MOST_CURVES,
-    TO_ASCII,
-    Table,
-    draw_curves,
-    html_table,
-    human,
-    lines_of,
-    shortened,
-    shows_color,
-    shows_unicode,
-    unit,
-)
 
 _BEGIN = 0.1  # of the axis: what is higher there may be above the frame
 _HEIGHT, _LABELS = 9, 14  # lines; columns right of the plot for its numbers
@@ -39,7 +26,7 @@ _MOST_SETTINGS, _LONGEST = 20, 28  # rows of settings, and characters of one, in
 _WIDTH = 118  # of a line of text there
 
 
-def groups_table(found: Comparison) -> Table:
+def groups_table(found: Comparison) -> table.Table:
     """A row for each group: its letter, seeds, and its runs with their steps."""
     rows = [["", "seeds", "steps", "runs"]]
     for group in found.groups:
@@ -49,13 +36,13 @@ def groups_table(found: Comparison) -> Table:
     return rows
 
 
-def settings_table(found: Comparison) -> Table:
+def settings_table(found: Comparison) -> table.Table:
     """A row for each setting that differs: its short name, and each group's values."""
     rows = [["settings that differ", *(group.letter for group in found.groups)]]
     return rows + [[name, *values] for name, values in found.settings().items()]
 
 
-def values_table(found: Comparison) -> Table:
+def values_table(found: Comparison) -> table.Table:
     """A row for each place at which the groups are compared, and one of the spread of seeds there."""
     first, others = found.groups[0], found.groups[1:]
     heads = [found.metric + ("" if found.is_validation else ", means")]
@@ -90,7 +77,7 @@ def _amount(row: Row) -> str:
     word = axis_text(row.name)
     if row.name in ("steps", "hours"):
         return f"{row.place:,.0f} {word}" if row.name == "steps" else f"{row.place:.3g} {word}"
-    return f"{human(row.place)} {word}"
+    return f"{table.human(row.place)} {word}"
 
 
 def difference_text(row: Row, number: int) -> str:
@@ -178,13 +165,13 @@ def _of_one_group(found: Comparison) -> str:
 
 def text(found: Comparison, left_out: Sequence[str], curves: Sequence[str] = ()) -> str:
     """All of it for a terminal."""
-    parts = [lines_of(groups_table(found), left={0, 3})]
+    parts = [table.lines_of(groups_table(found), left={0, 3})]
     settings = settings_table(found)
     if len(settings) > 1:
-        shown = [[shortened(cell, _LONGEST) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
+        shown = [[table.shortened(cell, _LONGEST) for cell in row] for row in settings[: _MOST_SETTINGS + 1]]
         more = len(settings) - 1 - _MOST_SETTINGS
-        parts.append([*lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
-    parts.append(lines_of(values_table(found)))
+        parts.append([*table.lines_of(shown), *([f"and {more} more: --html FILE has all"] if more > 0 else [])])
+    parts.append(table.lines_of(values_table(found)))
     parts.append(list(curves))
     parts.append([_filled(f"note: {line}") for line in notes(found, left_out)])
     parts.append([_filled(f"compare: {line}") for line in verdicts(found)])
@@ -202,9 +189,9 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
     parts = [
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
-        html_table(groups_table(found), classes),
-        html_table(values_table(found)),
-        html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
+        table.html_table(groups_table(found), classes),
+        table.html_table(values_table(found)),
+        table.html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
         f'<p class="legend">{"".join(legend)}</p><div class="plots">',
         *(_figure_over(found, axis) for axis in found.known),
@@ -216,7 +203,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
 def _figure_over(found: Comparison, axis: str) -> str:
     caption, curves = f"{found.metric} over {axis_text(axis)}", run_curves(found, axis)
     if axis not in ("steps", "hours") and (each := found.amount_of_step(axis)) is not None:
-        caption += f", {human(each)} a step in all runs"
+        caption += f", {table.human(each)} a step in all runs"
     return html.figure(html.plot(curves, ends_shown(curves), axis == "hours"), caption)
 
 
@@ -319,26 +306,26 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
     """
     axis = found.at if found.at in found.known else found.known[0]
     firsts = {curve.label: curve for curve in reversed(run_curves(found, axis)) if len(curve.x) > 1}
-    if not (curves := list(reversed(firsts.values()))[:MOST_CURVES]):
+    if not (curves := list(reversed(firsts.values()))[: table.MOST_CURVES]):
         return []
     low, high = ends_shown(curves)
-    size, letter = unit(max(float(curve.x[-1]) for curve in curves))
+    size, letter = table.unit(max(float(curve.x[-1]) for curve in curves))
     try:
-        lines = draw_curves(
+        lines = table.draw_curves(
             [(curve.label, (curve.x / size).tolist(), curve.y.tolist()) for curve in curves],
-            width=max(columns - _LABELS, LEAST_WIDTH),
+            width=max(columns - _LABELS, table.LEAST_WIDTH),
             height=_HEIGHT,
             x_unit=letter,
             y_min=low,
             y_max=high,
             x_gridlines=[],
             character_set="ascii",
-            color=shows_color(),
+            color=table.shows_color(),
         )
     except UsageError as error:
         return [str(error)]
     lines = [f"{found.metric} over {axis_text(axis)}", *lines]
-    return lines if unicode else [line.translate(TO_ASCII) for line in lines]
+    return lines if unicode else [line.translate(table.TO_ASCII) for line in lines]
 
 
 # ---- the command
@@ -356,7 +343,6 @@ def run(args: list[str]) -> None:
         "lightning-tricks compare",
         description="Runs side by side, of this collection or of another Lightning project. Runs whose settings differ "
         "in seeds alone are one group; each group is compared with the first.",
-        allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", metavar="DIR", help="of a run, or with several")
     parser.add_argument(
@@ -381,7 +367,9 @@ def run(args: list[str]) -> None:
     found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names)
     write_answers(
         options,
-        lambda: text(found, left_out, draw_in_terminal(found, shutil.get_terminal_size().columns, shows_unicode())),
+        lambda: text(
+            found, left_out, draw_in_terminal(found, shutil.get_terminal_size().columns, table.shows_unicode())
+        ),
         html=lambda: page(found, left_out),
         json=lambda: json_text(record(found, left_out)),
     )

@@ -5,11 +5,9 @@ First the check of any parametrization, from Python; then the command, of a reci
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from json import dumps
-from pathlib import Path
 from statistics import linear_regression
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import named_submodules, repeated_blocks
-from lightning_tricks._host.writable import check_file
+from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.optim import param_roles, schedule_free_parts
@@ -198,15 +196,8 @@ def _measured(trial: CoordinateTrial, batches: Sequence[Any]) -> dict[str, Sizes
 
 @torch.no_grad()
 def _outputs(trial: CoordinateTrial, batch: Any) -> dict[str, Tensor]:
+    """The output of each layer on a batch, in fp32; of several outputs the first."""
     kept: dict[str, Tensor] = {}
-    with _recording(layers_of(trial.module), kept):
-        trial.loss(batch)
-    return kept
-
-
-@contextmanager
-def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iterator[None]:
-    """Keep the output of each layer, in fp32; of several outputs the first."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -215,12 +206,11 @@ def _recording(layers: Mapping[str, nn.Module], kept: dict[str, Tensor]) -> Iter
 
         return keep
 
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, layer in layers_of(trial.module).items():
+            stack.enter_context(layer.register_forward_hook(hook(name)))  # which its end removes
+        trial.loss(batch)
+    return kept
 
 
 def run(
@@ -252,8 +242,7 @@ def run(
     Raises:
         UsageError: no LanguageModel or no data; a width that its heads do not fit; see `coordinate_check`.
     """
-    if json is not None:
-        check_file("coordinate-check: json", json)
+    check_json("coordinate-check", json)
     if not isinstance(model, LanguageModel):
         raise UsageError(
             f"coordinate-check: model={type(model).__name__} is no LanguageModel, whose width a recipe gives: call "
@@ -274,10 +263,8 @@ def run(
 
     report = coordinate_check(build, _batches(datamodule, steps), shapes, seeds, tolerance)
     print(report)
-    if json is not None:
-        figures = {name: [sizes._asdict() for sizes in layer] for name, layer in report.layers.items()}
-        text = dumps({"widths": report.widths, "steps": report.steps, "layers": figures}, indent=1)
-        Path(json).write_text(text + "\n", encoding="utf-8")
+    figures = {name: [sizes._asdict() for sizes in layer] for name, layer in report.layers.items()}
+    write_json(json, {"widths": report.widths, "steps": report.steps, "layers": figures})
     sys.exit(1 if report.failed else 0)
 
 

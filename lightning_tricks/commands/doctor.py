@@ -151,7 +151,6 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks doctor",
         description="What is wrong with a run, by its logs; of this collection or of another Lightning project.",
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="LOGDIR", help="of a run; of several, the newest is taken")
     parser.add_argument(

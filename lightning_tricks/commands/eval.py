@@ -44,7 +44,6 @@ def _parse(args: list[str]) -> argparse.Namespace:
         description="Score the model of a checkpoint on tasks of lm_eval (EleutherAI's lm-evaluation-harness), with "
         "the tokenizer in the checkpoint. Runs on the GPU if there is one, in the number format of the saved weights. "
         "lm_eval downloads the data of its own tasks.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"

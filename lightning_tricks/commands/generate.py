@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_run_folder
 from lightning_tricks._core.quote import printable_lines, say
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
-from lightning_tricks.checkpoints.inside import check_run_folder
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
@@ -66,7 +66,6 @@ def _parse(args: list[str]) -> argparse.Namespace:
         "lightning-tricks generate",
         description="Continue a text with the model of a checkpoint, which holds its architecture and its tokenizer. "
         "Runs on the GPU if there is one, in the number format of the saved weights.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"

@@ -55,7 +55,6 @@ def run(args: list[str]) -> None:
         description="Write a recipe whose decoder, first weights and tokenizer are those of a folder that transformers "
         "saved: Llama, Qwen3, Arcee, Apertus or GPT-2. `fit --init_from FOLDER` alone does the same for a recipe that "
         "has the decoder already. Any strategy loads the folder, FSDP2Strategy on each rank its shards.",
-        allow_abbrev=False,
     )
     parser.add_argument("folder", help="with config.json and safetensors")
     parser.add_argument("--output", required=True, help="the recipe to write, which must not exist")

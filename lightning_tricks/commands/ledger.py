@@ -20,7 +20,6 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks ledger",
         description="Read what the callback RunLedger has written. Each place is a run's folder, or the file.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     diff = commands.add_parser("diff", help="the first step, and the first thing, in which two runs differ")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
@@ -82,8 +83,7 @@ def run_phase(settings: dict[str, Any]) -> None:
     module, data, arguments = make()
     phase = Phase(*(settings[name] for name in ("folder", "last_step", "kill", "ckpt_path")))
     added = [RunLedger(**ledger_options(phase)), EndOfPhase(phase.folder, phase.last_step, phase.kill)]
-    callbacks = arguments.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = listed(arguments, "callbacks")
     own: dict[str, Any] = {"callbacks": [*callbacks, *added], "logger": pl.loggers.CSVLogger(phase.folder)}
     own |= {"default_root_dir": phase.folder, "log_every_n_steps": 1}
     if not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):

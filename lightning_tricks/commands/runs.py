@@ -105,7 +105,6 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks runs",
         description="A table of the runs below a folder, of this collection or of another Lightning project.",
-        allow_abbrev=False,
     )
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--sort", default="best_val_loss", metavar="COLUMN", help="default: %(default)s")

@@ -202,7 +202,6 @@ def run(args: list[str]) -> None:
         description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
         "their own and in a temporary folder; compare samples, batches, random states, loss, optimizer state and "
         "weights of each step to the bit. Other options are those of fit.",
-        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps; default %(default)s")
     options, recipe = parser.parse_known_args(args)

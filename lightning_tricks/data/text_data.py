@@ -119,7 +119,7 @@ def tokenize_corpus(
     """
     threshold = 2**64 if val_fraction == 1 else validation_threshold(corpus.documents(), val_fraction)
     if tokenizer is None:
-        _say(f"Learning a tokenizer of {vocab_size} tokens from {corpus.description}")
+        say(f"Learning a tokenizer of {vocab_size} tokens from {corpus.description}", file=sys.stderr)
         tokenizer = train_bpe(_sample(corpus, threshold), vocab_size)
     # not tokenizer.save, whose errors do not say that they are the disk's
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -177,7 +177,7 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
     hashes = {split: hashlib.sha256() for split in counts}
     quiet = not sys.stderr.isatty()
     if quiet:
-        _say(f"Tokenizing {corpus.description}")
+        say(f"Tokenizing {corpus.description}", file=sys.stderr)
     corrections = ByteCorrections(folder, token_texts(tokenizer))
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
@@ -197,10 +197,6 @@ def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold:
             bar.update(len(raw))
     corrections.save()
     return {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
-
-
-def _say(line: str) -> None:
-    say(line, file=sys.stderr)
 
 
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for

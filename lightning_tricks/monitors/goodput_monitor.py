@@ -11,11 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._core.foreign_files import parse_json, read_text
+from lightning_tricks._core.foreign_files import is_inside, parse_json, read_text
 from lightning_tricks._host.process import process_age
 from lightning_tricks._trainer import is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_info
-from lightning_tricks.checkpoints.inside import is_inside
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import (

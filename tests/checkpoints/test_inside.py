@@ -17,11 +17,11 @@ from models.decoders import build
 from lightning_tricks import Llama
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.foreign_files import check_links, inside, is_inside
 from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, load_weights, open_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
-from lightning_tricks.checkpoints.inside import check_links, inside, is_inside
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, read_record, to_json
 from lightning_tricks.checkpoints.write_file import is_locked, write_file
 from lightning_tricks.commands.export.folder_files import Entry, write_weights

@@ -261,7 +261,7 @@ def test_the_command_prints_the_first_and_writes_all(trained, recipe, shard, tmp
     [
         ("--step 12", r"^autopsy needs a checkpoint: give --ckpt_path FILE, or --ckpt_path last for"),
         ("--ckpt_path last --step 1 --top -1", r"^top=-1: give the number of documents"),
-        ("--ckpt_path last --step 1 --json no/all.json", r"^json=no/all.json: there is no such folder"),
+        ("--ckpt_path last --step 1 --json no/all.json", r"^autopsy: json=no/all.json: there is no such folder"),
         ("--ckpt_path last --step -1", r"^step=-1: .* from step 0 on \(as the logs count\)"),
         ("--ckpt_path last --step 26", r"^step=26: the run ends with step 25, counted from 0 \(trainer.max_steps=26\)"),
         ("--ckpt_path last --step 12 --data.seed 4", r"other data settings \(seed 3 -> 4\): give the recipe"),

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from lightning_tricks._core.quote import say
-from lightning_tricks._host.writable import check_file
+from lightning_tricks.commands.answers import check_json, write_json
 
 
 def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:
@@ -28,17 +28,11 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
     from lightning_tricks.accounting.gpus import find_gpu
     from lightning_tricks.commands.check.checks import CHECKS, Checked, run_checks, summary
 
-    if json is not None:
-        check_file("check: json", json)
+    check_json("check", json)
     if gpu is not None:
         find_gpu(gpu)
     results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), print)
     say(*summary(results).split("\n"))
     failed = any(result.failed for result in results)
-    if json is not None:
-        from json import dumps
-        from pathlib import Path
-
-        listed = {"passed": not failed, "checks": [result._asdict() for result in results]}
-        Path(json).write_text(dumps(listed, indent=1) + "\n", encoding="utf-8")
+    write_json(json, {"passed": not failed, "checks": [result._asdict() for result in results]})
     sys.exit(1 if failed else 0)

@@ -22,7 +22,7 @@ from torch.distributed import fsdp
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._host.machine import most_processes
+from lightning_tricks._host.machine import listed, most_processes
 from lightning_tricks._host.writable import check_folders_of_run, free_bytes
 from lightning_tricks._trainer import is_a, steps_between_saves_of
 from lightning_tricks._trainer.lightning import pl
@@ -113,9 +113,7 @@ class Checked:
     @property
     def loggers(self) -> list[Any]:
         """The loggers, without the one that Lightning adds by itself."""
-        given = self.trainer.get("logger")
-        given = given if isinstance(given, list | tuple) else [given]
-        return [one for one in given if not isinstance(one, bool | None)]
+        return [one for one in listed(self.trainer, "logger") if not isinstance(one, bool)]
 
     @property
     def root(self) -> Path:
@@ -124,7 +122,7 @@ class Checked:
 
     def stand_in(self) -> Any:
         """What the parts' own `check_run` ask of a Trainer."""
-        setup, callbacks = self.setup, self.trainer.get("callbacks") or []
+        setup = self.setup
         accelerator = SimpleNamespace() if self.on_gpu else pl.accelerators.CPUAccelerator()
         return SimpleNamespace(
             strategy=SimpleNamespace() if isinstance(setup.strategy, str) else setup.strategy,
@@ -133,7 +131,7 @@ class Checked:
             num_nodes=setup.nodes,
             num_devices=setup.devices,
             world_size=setup.world,
-            callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
+            callbacks=listed(self.trainer, "callbacks"),
             accumulate_grad_batches=setup.micro_batches,
             max_steps=self.trainer.get("max_steps") or -1,
             max_epochs=self.trainer.get("max_epochs"),
@@ -334,9 +332,7 @@ def kept_checkpoints(saver: Any, saves: int | None, permanent: int) -> int:
 
 def savers_of(settings: Any) -> list[Any]:
     """The checkpoint callbacks of a Trainer's arguments; Lightning's own one where it adds it."""
-    callbacks = settings.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    savers = [callback for callback in callbacks if is_a(callback, "ModelCheckpoint")]
+    savers = [callback for callback in listed(settings, "callbacks") if is_a(callback, "ModelCheckpoint")]
     if not savers and settings.get("enable_checkpointing") is not False:
         savers = [pl.callbacks.ModelCheckpoint()]
     return savers

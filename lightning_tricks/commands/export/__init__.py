@@ -1,7 +1,6 @@
 """`export`: a folder that transformers or llama.cpp loads, out of a checkpoint. Needs no recipe, no data and no GPU.
 
-From the first to the last: `folder_files` or `gguf_file`, `model_card`, `verify_export`,
-`load_alone`, `export`.
+From the first to the last: `folder_files` or `gguf_file`, `model_card`, `load_alone`, `export`.
 """
 
 from pathlib import Path
@@ -17,7 +16,6 @@ def run(args: list[str]) -> None:
         "generation_config.json and a model card. Weights are read and written one after the other. A fresh process "
         "then loads the folder with transformers alone, and its logits and token ids are compared before the folder "
         "gets its name. With --format gguf the folder has one file for llama.cpp, compared in the same way.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_path", required=True, help="a file, or a folder of shards; last: the newest below this folder"

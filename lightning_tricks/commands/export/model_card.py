@@ -133,15 +133,14 @@ def model_card(
         of = f"the average {figures.average}" if figures.average else "the weights"
         whose = f"at step {figures.step}, of {of}"
         rows += [f"| {_FIGURES[key]} | {value:.4f}, {whose} |" for key, value in figures.values.items()]
-    missing = ["The log of the run was not beside the checkpoint, so no validation figures stand here."]
-    missing = [] if figures else missing
+    missing = "The log of the run was not beside the checkpoint, so no validation figures stand here."
     recipe = own.get("recipe")
     parts = [
         f"---\nlibrary_name: {target.library}\npipeline_tag: text-generation\n---",
         f"# {markdown_text(name)}",
         f"A language model, trained with lightning_tricks and exported for {target.words}.",
         "\n".join(["| | |", "|---|---|", *rows]),
-        *missing,
+        *([] if figures else [missing]),
         compared,
         "## How to load it",
         target.how_to_load,

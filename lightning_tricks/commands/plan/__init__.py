@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
-from lightning_tricks._host.writable import check_file
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
+from lightning_tricks.commands.answers import check_json, write_json
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,12 @@ def run(model: Any, datamodule: Any, trainer: Any, *, json: str | None = None, *
         UsageError: a number out of its range, an unknown GPU, a mesh that does not fit the devices.
     """
     chosen = PlanOptions(**options)
-    if json is not None:
-        check_file("plan: json", json)
+    check_json("plan", json)
 
     from lightning_tricks.commands.plan.plan import plan_recipe
     from lightning_tricks.commands.plan.report import report
 
     plan = plan_recipe(model, datamodule, trainer, chosen)
     say(*report(plan).split("\n"))
-    if json is not None:
-        from json import dumps
-        from pathlib import Path
-
-        Path(json).write_text(dumps(plan.as_dict(), indent=1) + "\n", encoding="utf-8")
+    write_json(json, plan.as_dict())
     sys.exit(1 if plan.fits is False else 0)

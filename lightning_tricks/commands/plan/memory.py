@@ -15,6 +15,7 @@ from torch.distributed import fsdp
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
 from lightning_tricks._core.tensors import local
+from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer import is_a
 from lightning_tricks.commands.plan.fake_cluster import at_once, fake_world
 from lightning_tricks.commands.plan.memory_trace import (
@@ -271,8 +272,7 @@ def _found_in(configured: Any) -> torch.optim.Optimizer:
 def _with_others(setup: RunSetup, memory: StepMemory, module: nn.Module) -> StepMemory:
     """Add what lies beside the step: averages of the weights, copies to go back to, and DDP's buckets."""
     more: dict[str, int] = {}
-    callbacks = setup.trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = listed(setup.trainer, "callbacks")
     averages = sum(is_a(one, *AVERAGES) for one in callbacks)
     trained = [local(parameter) for parameter in module.parameters() if parameter.requires_grad]
     if averages:

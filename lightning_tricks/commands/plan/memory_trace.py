@@ -516,7 +516,7 @@ def _resizes_recorded(log: _AllocationLog) -> Iterator[None]:
 def _instants_by_hooks(blocks: Mapping[str, nn.Module], log: _AllocationLog) -> Iterator[None]:
     """Set the place of the log by hooks on the blocks; those that run again in the backward pass leave it."""
     last = len(blocks) - 1
-    handles = []
+    hooks = ExitStack()
 
     def on_gradient(output: Any, instant: str, block: int = 0) -> None:
         for value in tree_leaves(output)[:1]:
@@ -537,13 +537,10 @@ def _instants_by_hooks(blocks: Mapping[str, nn.Module], log: _AllocationLog) -> 
             if number == last and log.instant == FORWARD:
                 log.enter(LOSS)
 
-        handles.append(block.register_forward_pre_hook(before, prepend=True))
-        handles.append(block.register_forward_hook(after))
+        hooks.enter_context(block.register_forward_pre_hook(before, prepend=True))
+        hooks.enter_context(block.register_forward_hook(after))
 
-    for number, block in enumerate(blocks.values()):
-        hook(number, block)
-    try:
+    with hooks:
+        for number, block in enumerate(blocks.values()):
+            hook(number, block)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

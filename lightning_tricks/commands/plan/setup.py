@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import CastsShards, KnowsPeak
-from lightning_tricks._host.machine import devices_here, named_devices
+from lightning_tricks._host.machine import devices_here, listed, named_devices
 from lightning_tricks._trainer import is_a, weights_layout
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.parallel.dims import ParallelDims
@@ -112,9 +112,7 @@ class RunSetup:
     @property
     def plugin(self) -> Any:
         """The precision plugin, or None."""
-        given = self.trainer.get("plugins") or []
-        given = given if isinstance(given, list) else [given]
-        return next((one for one in given if is_a(one, "Precision")), None)
+        return next((one for one in listed(self.trainer, "plugins") if is_a(one, "Precision")), None)
 
     @property
     def product_dtype(self) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.machine import listed
 from lightning_tricks.commands import Recipe
 
 
@@ -33,23 +34,15 @@ def run(
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
-        plans.append(NamedPlan(Path(other.file).stem, _planned_against(other)))
+        try:
+            plans.append(NamedPlan(Path(other.file).stem, planned(other.model, other.datamodule, other.trainer)))
+        except UsageError as error:
+            raise UsageError(f"against={other.file}: {error}") from error
     columns, lines = shutil.get_terminal_size((80, 24))
     shows = {"unicode": shows_unicode(), "color": shows_color()}
     print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
 
 
-def _planned_against(recipe: Recipe) -> Any:
-    from lightning_tricks.commands.schedule.plan import planned
-
-    try:
-        return planned(recipe.model, recipe.datamodule, recipe.trainer)
-    except UsageError as error:
-        raise UsageError(f"against={recipe.file}: {error}") from error
-
-
 def _name(trainer: Any) -> str | None:
     """The name of the run in the recipe: that of its logger."""
-    loggers = trainer.get("logger")
-    first = loggers[0] if isinstance(loggers, list) and loggers else loggers
-    return getattr(first, "name", None) or None
+    return next((getattr(logger, "name", None) or None for logger in listed(trainer, "logger")), None)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_tricks._core.accumulation import Accumulation
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import devices_here, named_devices
+from lightning_tricks._host.machine import devices_here, listed, named_devices
 from lightning_tricks._trainer import is_a, micro_batch, planned_data_ranks, steps_between_saves
 from lightning_tricks.commands.plan.setup import configure_on_meta
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
@@ -166,8 +166,6 @@ class _RunSettings:
 
     @classmethod
     def of(cls, datamodule: Any, trainer: Mapping[str, Any]) -> "_RunSettings":
-        callbacks = trainer.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         notes: list[str] = []
         if (devices := named_devices(trainer)) is None:
             devices, given = devices_here(trainer), trainer.get("devices")
@@ -179,7 +177,7 @@ class _RunSettings:
         rows, tokens = micro_batch(datamodule)
         if tokens is None:
             notes.append("the data module has no micro_batch_size and seq_len, so the tokens of a step are not known")
-        return cls(datamodule, trainer, callbacks, rows, tokens, ranks, notes)
+        return cls(datamodule, trainer, listed(trainer, "callbacks"), rows, tokens, ranks, notes)
 
     @property
     def micro_batches(self) -> int:
