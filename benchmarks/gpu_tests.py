@@ -21,11 +21,11 @@ from lightning_tricks._host.exit import Deadline
 ROOT = Path(__file__).resolve().parents[1]
 # Every file with tests marked `gpu`, those that take least first.
 FILES = (
-    "tests/optim/test_clip.py", "tests/models/test_attention.py", "tests/gpu/test_cuda.py",
+    "tests/models/test_attention.py", "tests/gpu/test_cuda.py",
     "tests/gpu/test_monitors.py", "tests/gpu/test_strategies.py", "tests/gpu/test_precision.py",
     "tests/gpu/test_snapshot_cuda.py", "tests/gpu/test_run_ledger_cuda.py", "tests/gpu/test_adamw_bf16_state_cuda.py",
 )  # fmt: skip
-DRY_FILES = ("tests/optim/test_clip.py",)  # all are skipped without a GPU; one file shows as much
+DRY_FILES = ("tests/gpu/test_cuda.py",)  # all are skipped without a GPU; one file shows as much
 TEST_SECONDS = 120.0
 _RESULT = "LIGHTNING_TRICKS_GPU_TESTS"  # environment variable: the file that the plugin goes on with
 _STDERR = os.dup(2)  # before pytest captures it: where the stacks of a test that hangs are written

@@ -54,21 +54,6 @@ class KnowsPeak(Protocol):
 
 
 @runtime_checkable
-class KnowsLayout(Protocol):
-    """A strategy that holds weights in a form of its own; that of another one is read from its base class."""
-
-    weights_layout: Any  # see `RunFacts.layout`
-
-
-@runtime_checkable
-class KnowsDims(Protocol):
-    """A strategy in which some ranks share their data or their loss."""
-
-    def dims_of(self, world: int) -> Any:
-        """A ParallelDims for a number of processes."""
-
-
-@runtime_checkable
 class SavesNow(Protocol):
     """A callback that saves the run whenever it is asked, for Preemption."""
 

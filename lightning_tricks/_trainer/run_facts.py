@@ -4,11 +4,11 @@ Nobody else asks for the class of a strategy, or whether it has some method (a t
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_tricks._core.protocols import KnowsDims, KnowsLayout, KnowsSamples
+from lightning_tricks._core.protocols import KnowsSamples
 from lightning_tricks._trainer.objects import is_a
 
 Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
@@ -83,12 +83,12 @@ def run_facts(trainer: Any) -> RunFacts:
 
 def weights_layout(strategy: Any) -> Layout:
     """See `RunFacts.layout`."""
-    if isinstance(strategy, KnowsLayout):
-        return cast(Layout, strategy.weights_layout)
     if is_a(strategy, "DeepSpeedStrategy"):
-        return "foreign engine"
+        return "engine" if is_a(strategy, "DeepSpeedZeROStrategy") else "foreign engine"
     if is_a(strategy, "FSDPStrategy"):
         return "flat"
+    if is_a(strategy, "FSDP2Strategy"):
+        return "shards"
     return "foreign shards" if is_a(strategy, "ModelParallelStrategy") else "whole"
 
 
@@ -106,7 +106,7 @@ def planned_data_ranks(strategy: Any, devices: int, num_nodes: int) -> int:
 
     Read from `ModelParallelStrategy.setup_environment` (strategies/model_parallel.py).
     """
-    if isinstance(strategy, KnowsDims):
+    if is_a(strategy, "FSDP2Strategy"):
         return int(strategy.dims_of(devices * num_nodes).data_ranks)
     if is_a(strategy, "ModelParallelStrategy"):
         size = strategy._data_parallel_size
@@ -123,15 +123,15 @@ def opens_on_any_number(strategy: Any) -> bool:
 
 def loss_ranks(trainer: Any) -> int:
     """See `RunFacts.loss_ranks`."""
-    world: int = trainer.world_size
-    return int(trainer.strategy.dims_of(world).loss_ranks) if isinstance(trainer.strategy, KnowsDims) else world
+    strategy = trainer.strategy
+    return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
 
 
 def random_rank(trainer: Any) -> int:
     """Process whose random numbers this one draws, see `ParallelDims.random_rank`: its own but for tensor ranks."""
     strategy = trainer.strategy
     rank: int = trainer.global_rank
-    return int(strategy.dims_of(trainer.world_size).random_rank(rank)) if isinstance(strategy, KnowsDims) else rank
+    return strategy.dims.random_rank(rank) if is_a(strategy, "FSDP2Strategy") else rank
 
 
 def equal_replicas(trainer: Any) -> Any:

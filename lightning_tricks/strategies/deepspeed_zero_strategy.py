@@ -70,8 +70,6 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
         https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py (0.19.8).
     """
 
-    weights_layout = "engine"
-
     def __init__(
         self,
         stage: Stage = 3,

@@ -88,8 +88,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         https://arxiv.org/abs/2304.11277.
     """
 
-    weights_layout = "shards"
-
     def __init__(
         self,
         blocks: Sequence[str] | None = None,
