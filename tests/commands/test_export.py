@@ -19,7 +19,7 @@ from lightning_tricks import FSDP2Strategy, InitFrom, LanguageModel
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints.write_file import locked
-from lightning_tricks.commands.export import export as export_file
+from lightning_tricks.commands.export import verify_export
 from lightning_tricks.commands.export.model_card import figures_of_run, llama_cpp_target, model_card
 from lightning_tricks.commands.generate import decoder_from_checkpoint
 from lightning_tricks.data.tokenizer import tokenizer_from_checkpoint
@@ -192,7 +192,7 @@ def test_without_a_tokenizer_it_says_so_and_has_no_ids(tmp_path, capsys):
 
 def test_other_logits_other_tokens_and_another_tie_leave_no_folder(tmp_path, monkeypatch):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
-    ask, answers = export_file.ask_fresh_process, []
+    ask, answers = verify_export.ask_fresh_process, []
 
     def spoilt(**changed):
         def spoil(*args):

@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.export import gguf_file
+from lightning_tricks.commands.export import gguf_file, verify_export
 from lightning_tricks.data.tokenizer import tokenizer_record, train_bpe
 from lightning_tricks.models import GPT2, Llama
 
@@ -147,3 +147,12 @@ def test_a_file_of_another_model_is_found_by_the_fresh_process(tmp_path, monkeyp
     with pytest.raises(UsageError, match=r"logits of transformers differ from the decoder's by \d\.\d+e"):
         export(path, tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["saved.ckpt"]
+
+
+def test_a_wrong_pre_tokenizer_is_found_by_the_fresh_process(tmp_path, monkeypatch):
+    of_numbers = tokenizer_record(train_bpe([verify_export.TEXT] * 20, VOCABULARY + 40), "a text with numbers", 0)
+    config = Llama(**(SIZES | {"vocab_size": VOCABULARY + 40}))
+    path = save(checkpoint(config, TextData={"tokenizer": of_numbers}), tmp_path / "saved.ckpt")
+    monkeypatch.setattr(gguf_file, "pre_tokenizer_name", lambda spec, name: "qwen2")
+    with pytest.raises(UsageError, match="transformers' tokenizer gives other ids than 'a text with numbers'"):
+        export(path, tmp_path / "out")

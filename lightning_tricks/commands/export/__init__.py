@@ -1,6 +1,7 @@
 """`export`: a folder that transformers or llama.cpp loads, out of a checkpoint. Needs no recipe, no data and no GPU.
 
-From the first to the last: `folder_files` or `gguf_file`, `model_card`, `load_alone`, `export`.
+From the first to the last: `folder_files` or `gguf_file`, `model_card`, `verify_export`,
+`load_alone`, `export`.
 """
 
 from pathlib import Path

@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +17,6 @@ from lightning_tricks._core.quote import printable, say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
-from lightning_tricks.commands.export import gguf_file
 from lightning_tricks.commands.export.folder_files import (
     Entry,
     transformers_package,
@@ -28,16 +24,37 @@ from lightning_tricks.commands.export.folder_files import (
     write_tokenizer,
     write_weights,
 )
+from lightning_tricks.commands.export.gguf_file import (
+    FILE,
+    HEAD,
+    GGUFVocabulary,
+    gguf_architecture,
+    gguf_package,
+    gguf_vocabulary,
+    gguf_weights,
+    stays_fp32,
+    with_llama_cpp_rows,
+    write_gguf,
+)
 from lightning_tricks.commands.export.model_card import (
     figures_of_run,
     llama_cpp_target,
     model_card,
     transformers_target,
 )
-from lightning_tricks.commands.generate import decoder_shape, filled_decoder, newest_checkpoint
+from lightning_tricks.commands.export.verify_export import (
+    TEXT,
+    ask_fresh_process,
+    check_answer,
+    check_tokens,
+    fixed_batch,
+    largest_difference,
+    logits_in_fp32,
+)
+from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.tokenizer import find_record
-from lightning_tricks.models import Decoder, DecoderConfig, fold_factors, hf_family, hf_weights
+from lightning_tricks.models import DecoderConfig, fold_factors, hf_family, hf_weights
 from lightning_tricks.models.hf_adapter import HFWeight
 
 PREFIX = "decoder."  # of the decoder's weights in a LanguageModel
@@ -62,8 +79,10 @@ class Format:
     stays_fp32: Callable[[str, Sequence[int]], bool] = lambda name, shape: False
 
 
-_GGUF = (gguf_file.gguf_weights, "transformers and gguf", gguf_file.with_llama_cpp_rows, gguf_file.stays_fp32)
-_FORMATS = {"hf": Format(hf_weights, "transformers"), "gguf": Format(*_GGUF)}
+_FORMATS = {
+    "hf": Format(hf_weights, "transformers"),
+    "gguf": Format(gguf_weights, "transformers and gguf", with_llama_cpp_rows, stays_fp32),
+}
 
 
 def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: str | None) -> None:
@@ -91,10 +110,9 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
         entries = weights.entries()
         parameters, word = sum(torch.Size(entry.shape).numel() for entry in entries), weights.dtype_word()
         if vocabulary is not None:
-            architecture = gguf_file.gguf_architecture(config)
-            name, target = f"llama.cpp's {architecture}", llama_cpp_target(architecture)
-            files = [staging / gguf_file.FILE]
-            gguf_file.write_gguf(entries, config, vocabulary, printable(output.name), files[0])
+            name, target = f"llama.cpp's {gguf_architecture(config)}", llama_cpp_target(gguf_architecture(config))
+            files = [staging / FILE]
+            write_gguf(entries, config, vocabulary, printable(output.name), files[0])
         else:
             name, target = family.class_name, transformers_target(family.class_name, tokenizer is not None)
             files = write_weights(entries, staging, FILE_BYTES)
@@ -134,13 +152,13 @@ def _staged(output: Path) -> Iterator[Path]:
             raise
 
 
-def _vocabulary(path: Path, config: DecoderConfig, tokenizer: SavedTokenizer | None) -> gguf_file.GGUFVocabulary:
+def _vocabulary(path: Path, config: DecoderConfig, tokenizer: SavedTokenizer | None) -> GGUFVocabulary:
     """What a GGUF file says about the tokenizer; refuses what llama.cpp cannot express before minutes of writing."""
-    gguf_file.gguf_package()
-    gguf_file.gguf_architecture(config)
+    gguf_package()
+    gguf_architecture(config)
     if tokenizer is None:
         raise UsageError(f"export: format=gguf: {path} holds no tokenizer, which a GGUF file needs: give hf")
-    return gguf_file.gguf_vocabulary(tokenizer, config.vocab_size)
+    return gguf_vocabulary(tokenizer, config.vocab_size)
 
 
 def _tokenizer(source: StreamedWeights, record: dict[str, Any]) -> SavedTokenizer:
@@ -214,21 +232,11 @@ class _Weights:
 
     def tied(self) -> bool:
         """Whether the format has one matrix for the embedding and the head."""
-        return self.config.tie_embeddings and gguf_file.HEAD not in {entry.name for entry in self.entries()}
-
-
-# ---- the comparison with the checkpoint: logits and token ids of a process that has transformers alone
-
-ROWS, LENGTH = 2, 64  # of the fixed batch
-TOLERANCE = 1e-4  # of the largest logit; two programs of one model in fp32 differed by up to 3e-6 of it
-TEXT = (
-    "def parse(text):\n    return [int(word) for word in text.split(',') if word]  # 1,234 words\n\n"
-    '\tNaïve café, Ünïcödé: 你好, \N{GRINNING FACE}; "quotes", it\'s  3.14159e-05 of 100 %.\r\n   \n'
-)
+        return self.config.tie_embeddings and HEAD not in {entry.name for entry in self.entries()}
 
 
 def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, tokenizer: SavedTokenizer | None) -> str:
-    """One sentence on what a fresh process found."""
+    """One sentence on what a fresh process found; see `verify_export`."""
     config, input_ids = weights.config, fixed_batch(weights.config)
     answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT)
     trained = logits_in_fp32(config, base, weights.trained, input_ids)
@@ -246,98 +254,3 @@ def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, token
     if tokenizer is not None:
         line += f"; {check_tokens(answer, tokenizer)} token ids of a sample are the same"
     return line + "."
-
-
-def fixed_batch(config: DecoderConfig) -> Tensor:
-    """The same token ids for every export of one vocabulary, (ROWS, up to LENGTH)."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(config.vocab_size, (ROWS, min(LENGTH, config.max_seq_len)), generator=generator)
-
-
-@torch.no_grad()
-def logits_in_fp32(
-    config: DecoderConfig, base: DecoderConfig | None, read: Callable[[str], Tensor], input_ids: Tensor
-) -> Tensor:
-    """Logits of `Decoder(config, base)`, whose weights `read` gives by their names; input_ids are (batch, length)."""
-    with torch.device("meta"):
-        names = Decoder(config, base).state_dict()
-    return filled_decoder(config, base, {name: read(name).float() for name in names})(input_ids)
-
-
-def ask_fresh_process(folder: Path, input_ids: Tensor, text: str | None) -> dict[str, Any]:
-    """What a program of its own, `load_alone.py`, finds out about a folder.
-
-    Raises:
-        UsageError: transformers cannot load it, with the last line of its error.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        request, answer = Path(place, "request"), Path(place, "answer")
-        torch.save({"input_ids": input_ids} | ({} if text is None else {"text": text}), request)
-        # nothing is downloaded, and nothing of this process's folder is imported
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        script = Path(__file__).with_name("load_alone.py")
-        command = [sys.executable, str(script), str(folder.resolve()), str(request), str(answer)]
-        done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            reason = lines[-1].strip() if lines else f"exit code {done.returncode}"
-            raise UsageError(f"export: transformers cannot load what was written ({reason}): nothing is kept")
-        found: dict[str, Any] = torch.load(answer, weights_only=True)
-        return found
-
-
-def largest_difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Largest distance of two logits, and that distance in the largest logit; infinite where one is not finite."""
-    distance = (found - expected).abs().max().item()
-    if not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
-        distance = float("inf")
-    return distance, distance / max(expected.abs().max().item(), 1e-30)
-
-
-def check_answer(answer: dict[str, Any], expected: Tensor, tied: bool) -> float:
-    """Refuse a folder in which transformers finds another model; returns the largest difference of the logits.
-
-    Args:
-        answer: of the fresh process.
-        expected: the decoder's logits.
-        tied: whether one matrix was written for the embedding and the head.
-
-    Raises:
-        UsageError: a weight that was not found or not used; a tie that is not that of the decoder; other logits.
-    """
-    if answer["wrong"]:
-        raise UsageError(f"export: transformers found other weights ({answer['wrong'][0]}): nothing is kept")
-    if answer["tied"] != tied:
-        raise UsageError(f"export: transformers ties the head: {answer['tied']}, the decoder: {tied}: nothing is kept")
-    if answer["logits"].shape != expected.shape:
-        shapes = f"{tuple(answer['logits'].shape)} and {tuple(expected.shape)}"
-        raise UsageError(f"export: logits of transformers and of the decoder are {shapes}: nothing is kept")
-    distance, share = largest_difference(answer["logits"], expected)
-    if not share <= TOLERANCE:
-        raise UsageError(
-            f"export: logits of transformers differ from the decoder's by {distance:.2e}, which is {share:.2e} of the "
-            f"largest logit and above {TOLERANCE:g}: nothing is kept; the checkpoint is as it was"
-        )
-    return distance
-
-
-def check_tokens(answer: dict[str, Any], saved: SavedTokenizer) -> int:
-    """Refuse a folder whose tokenizer gives other ids, or another end of text; returns the number of ids compared.
-
-    Raises:
-        UsageError: the first difference.
-    """
-    ids = saved.encode(TEXT)
-    if answer["ids"] != ids:
-        pairs = zip([*answer["ids"], None], [*ids, None], strict=False)
-        place = next(number for number, (theirs, ours) in enumerate(pairs) if theirs != ours)
-        raise UsageError(
-            f"export: transformers' tokenizer gives other ids than {saved.name!r}, the first at token {place} of a "
-            "sample: it cannot express the tokenizer; nothing is kept"
-        )
-    if answer["eos"] != saved.eot_id:
-        raise UsageError(
-            f"export: the end of text is {answer['eos']} in transformers and {saved.eot_id} in the checkpoint: "
-            "nothing is kept"
-        )
-    return len(ids)
