@@ -7,6 +7,7 @@ steps.
 
 import copy
 import functools
+import inspect
 import itertools
 import pickle
 
@@ -25,9 +26,11 @@ from battery import (
     all_of,
     changes_in_two_processes,
     clips_by_norm,
+    clips_by_value,
     compiled_network,
     differences_of,
     fails_and_fits_again,
+    fits_three_times,
     groups_of,
     monitors_in,
     own_methods,
@@ -150,10 +153,22 @@ def on(**hooks):
     return lambda: On(**hooks)
 
 
+def halve_gradients(trainer, pl_module, optimizer):
+    pl_module.net.head.bias.grad.mul_(0.5)
+
+
+halves_gradients = on(on_before_optimizer_step=halve_gradients)
+
+
 def leave_a_patch(trainer, pl_module):
     plugin = trainer.precision_plugin
     clip = plugin.clip_grad_by_norm
     plugin.clip_grad_by_norm = functools.wraps(clip)(lambda *args, **kwargs: clip(*args, **kwargs))
+
+
+def branch_on_a_tensor(trainer, pl_module, optimizer):
+    if pl_module.net.head.bias.grad.isnan().any():
+        print("NaN")
 
 
 class HooksIntoAGraph(pl.Callback):
@@ -167,23 +182,48 @@ class HooksIntoAGraph(pl.Callback):
         self.hook.remove()
 
 
+def patches_a_class(patch):
+    """It is given pytest's `patch`, by which the test takes the change back."""
+    zero_grad = torch.optim.Optimizer.zero_grad
+    another = lambda *args, **kwargs: zero_grad(*args, **kwargs)  # noqa: E731
+    return On(on_train_start=lambda *_: patch.setattr(torch.optim.Optimizer, "zero_grad", another))
+
+
 ROGUES = {
     "draws from torch": (
         on(on_train_batch_end=lambda *_: torch.rand(())), clips_by_norm,
         ["weight net.head.bias", "module.losses", "torch's random state"],
     ),
+    "halves gradients": (halves_gradients, clips_by_value, ["weight net.head.bias", "'exp_avg'"]),
     "leaves a patch over the user's": (on(on_train_start=leave_a_patch), own_methods, ["that are gone"]),
+    "leaves an attribute": (
+        on(on_train_start=lambda _, module: setattr(module.net.blocks[1], "watched_by", "me")), clips_by_norm,
+        ["watched_by"],
+    ),
+    "leaves a module's hook": (
+        on(on_train_start=lambda _, module: module.net.blocks[0].register_forward_hook(lambda *_: None)), clips_by_norm,
+        ["_forward_hooks"],
+    ),
+    "patches a class": (patches_a_class, clips_by_norm, ["attributes of Optimizer"]),
     "reads each step": (
         on(on_train_batch_end=lambda trainer, module, outputs, *_: outputs["loss"].item()),
         accumulates_with_a_short_last_window, ["reads"],
+    ),
+    "branches on a tensor": (on(on_before_optimizer_step=branch_on_a_tensor), clips_by_norm, ["reads"]),
+    "logs under the user's name": (
+        on(on_train_batch_end=lambda trainer, *_: trainer.logger.log_metrics({"train/loss": 0.0}, 0)), clips_by_norm,
+        ["user's metrics"],
     ),
     "hooks into a graph": (HooksIntoAGraph, compiled_network, ["module.graphs"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("rogue", "situation", "places"), ROGUES.values(), ids=ROGUES)
-def test_the_battery_notices(rogue, situation, places):
-    found = without(situation).differences(outcome(situation, rogue))
+def test_the_battery_notices(rogue, situation, places, monkeypatch):
+    patching = "patch" in inspect.signature(rogue).parameters
+    played = play(situation, functools.partial(rogue, monkeypatch)) if patching else outcome(situation, rogue)
+    found = without(situation).differences(played)
+    monkeypatch.undo()
     for where in places:
         assert any(where in name for name in found), (where, list(found)[:20])
 
@@ -200,7 +240,18 @@ class KeepsSums(pl.Callback):
             self.sums = 0
 
 
-def test_the_battery_notices_what_is_kept_from_an_earlier_fit():
-    group = {"idle": pl.Callback, "rogue": KeepsSums}
-    assert differences_of(fails_and_fits_again, group) == {}
-    assert kept(fails_and_fits_again, all_of(group))
+class CountsOn(pl.Callback):
+    """Never forgets a fit."""
+
+    steps = 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps += 1
+        trainer.logger.log_metrics({"steps": self.steps}, trainer.global_step)
+
+
+@pytest.mark.parametrize(("rogue", "situation"), [(KeepsSums, fails_and_fits_again), (CountsOn, fits_three_times)])
+def test_the_battery_notices_what_is_kept_from_an_earlier_fit(rogue, situation):
+    group = {"idle": pl.Callback, "rogue": rogue}
+    assert differences_of(situation, group) == {}
+    assert kept(situation, all_of(group))

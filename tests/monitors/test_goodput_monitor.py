@@ -1,8 +1,9 @@
-"""Where a run's wall time went: by hand with a clock of our own, over a kill and a resume."""
+"""Where a run's wall time went: by hand with a clock of our own, over a kill and a resume, and in a real short run."""
 
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, StepGuard
+from lightning_tricks.callbacks import GoodputMonitor, MetricBuffer, SafeCheckpoint, StepGuard
 from lightning_tricks.monitors import _clock, goodput_monitor
 from lightning_tricks.monitors._clock import DeviceWait
 from lightning_tricks.monitors.goodput_monitor import (
@@ -184,6 +185,10 @@ def test_what_a_restart_costs_by_hand():
     assert lost_to_restart(100, 230, processes, saves) == {"checkpoint": 3, "lost": 57 + 30, "down": 10 + 30}
     # going on from the checkpoint of 120 takes the rest of its save alone
     assert lost_to_restart(121, 230, processes, saves) == {"checkpoint": 3, "lost": 36 + 30, "down": 40}
+
+
+def test_a_process_that_started_before_the_save_has_lost_nothing():
+    assert lost_to_restart(100, 90, [(0, 200)], [(99, 103)]) == {"checkpoint": 0, "lost": 0, "down": 0}
 
 
 @given(TIMES, TIMES, INTERVALS, INTERVALS)
@@ -676,7 +681,7 @@ def test_the_file_is_written_with_a_save_and_on_log_steps_ten_seconds_apart(cloc
     assert json.loads((tmp_path / "goodput.json").read_text())["processes"] == [[990.0, clock.now]]
 
 
-# ------------------------------------------------------------------------------------------------- the real start
+# ---------------------------------------------------------------------------------------------------- the real clock
 
 
 def test_a_notebook_counts_from_now(monkeypatch):
@@ -684,6 +689,34 @@ def test_a_notebook_counts_from_now(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = time.time()
     assert before <= goodput_monitor.fit_start() <= time.time()
+
+
+def test_a_real_run_adds_up_to_the_time_outside(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(goodput_monitor, "_has_fitted", True)  # so that it counts from the fit on
+
+    class Inner(pl.Callback):
+        """Lies within the time that is counted."""
+
+        def setup(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_train_end(self, *_):
+            self.seconds = time.perf_counter() - self.began
+
+    clock, inner = Clock(), Inner()
+    outer = time.perf_counter()
+    with caplog.at_level("INFO"):
+        monitor, _ = fit(
+            clock, None, inner, SafeCheckpoint(tmp_path, every_n_train_steps=4, asynchronous=True), plugins=[],
+            max_steps=12, limit_val_batches=1, val_check_interval=5,
+        )  # fmt: skip
+    outer = time.perf_counter() - outer
+    wall = math.fsum(monitor.seconds.values())
+    assert inner.seconds <= wall <= outer  # on any machine
+    assert all(monitor.seconds[part] > 0 for part in ("setup", "steps", "validation", "checkpoint", "data", "other"))
+    assert min(monitor.seconds.values()) >= 0
+    (line,) = breakdowns(caplog)
+    assert sum(round(10 * float(share)) for share in re.findall(r"([\d.]+) %", line)) == 1000
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
