@@ -52,7 +52,6 @@ from lightning_tricks._trainer.processes import slurm_checkpoint as slurm_checkp
 from lightning_tricks._trainer.processes import slurm_environment as slurm_environment
 from lightning_tricks._trainer.processes import store_before_the_run as store_before_the_run
 from lightning_tricks._trainer.run_facts import Layout as Layout
-from lightning_tricks._trainer.run_facts import RunFacts as RunFacts
 from lightning_tricks._trainer.run_facts import data_rank as data_rank
 from lightning_tricks._trainer.run_facts import enabled_scaler as enabled_scaler
 from lightning_tricks._trainer.run_facts import equal_replicas as equal_replicas
@@ -63,7 +62,6 @@ from lightning_tricks._trainer.run_facts import opens_on_any_number as opens_on_
 from lightning_tricks._trainer.run_facts import planned_data_ranks as planned_data_ranks
 from lightning_tricks._trainer.run_facts import random_rank as random_rank
 from lightning_tricks._trainer.run_facts import reduce_over_all as reduce_over_all
-from lightning_tricks._trainer.run_facts import run_facts as run_facts
 from lightning_tricks._trainer.run_facts import weights_layout as weights_layout
 from lightning_tricks._trainer.run_length import LastStep as LastStep
 from lightning_tricks._trainer.run_length import is_last_step as is_last_step

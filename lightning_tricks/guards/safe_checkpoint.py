@@ -23,9 +23,9 @@ from lightning_tricks._trainer import (
     may_save,
     random_rank,
     reduce_over_all,
-    run_facts,
     save_whole_step,
     unwrapped,
+    weights_layout,
 )
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
@@ -472,8 +472,12 @@ def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
 
 def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
     """Get the host's memory for the first save ahead of it, where this rank will copy what it holds."""
-    layout, strategy = run_facts(trainer).layout, trainer.strategy
-    if strategy.is_global_zero if layout == "whole" else getattr(strategy, "_save_distributed_checkpoint", False):
+    strategy = trainer.strategy
+    if (
+        strategy.is_global_zero
+        if weights_layout(strategy) == "whole"
+        else getattr(strategy, "_save_distributed_checkpoint", False)
+    ):
         states = [layer.state for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
         leaves = tree_leaves([dict(state) for state in states])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -18,7 +18,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, where_read
-from lightning_tricks._trainer import logging_step, optimizer_index, run_facts, unwrapped
+from lightning_tricks._trainer import enabled_scaler, is_alone, logging_step, optimizer_index, unwrapped, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.run_facts import step_samples
@@ -158,10 +158,10 @@ class StepGuard(pl.Callback):
         _refuse_strategy(trainer)
         refuse_lbfgs(trainer, "StepGuard")
         self._reset()
-        facts = run_facts(trainer)
-        self._scaler, self._has_engine = facts.scaler, facts.has_engine
-        self._others_skip = facts.scaler is not None or (facts.has_engine and facts.precision.startswith("16"))
-        self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
+        self._scaler = enabled_scaler(trainer.precision_plugin)
+        self._has_engine = weights_layout(trainer.strategy) == "engine"
+        self._others_skip = self._scaler is not None or (self._has_engine and str(trainer.precision).startswith("16"))
+        self._over_ranks: OverRanks | None = None if is_alone(trainer) else "max"
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(lambda rows: self._skipped.report(rows))
         self._loss = self._buffer.step_loss()
