@@ -410,7 +410,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record
-        self._folder.begin(path, record)
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
