@@ -7,12 +7,12 @@ quickly. The global batch grows here through gradient accumulation, so memory an
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from lightning_tricks._core.accumulation import Accumulation, MicroBatches, micro_batches_in_step
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._trainer import batch_progress, data_rank, micro_batch, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
@@ -162,8 +162,7 @@ class BatchSizeWarmup(pl.Callback):
             if value is not None and value < 1:
                 raise UsageError(f"BatchSizeWarmup.{name}={value}: give 1 or more")
         for name, choice, choices in (("unit", unit, Unit), ("lr_rule", lr_rule, LRRule)):
-            if choice not in get_args(choices):
-                raise UsageError(f"BatchSizeWarmup.{name}={choice!r}: give one of {', '.join(get_args(choices))}")
+            check_choice(f"BatchSizeWarmup.{name}", choice, choices)
         self.stages, self.double_every, self.start, self.unit, self.lr_rule = stages, double_every, start, unit, lr_rule
         self.accumulation: Accumulation | None = None  # what `_accumulation.accumulation` finds; stays after the fit
         self._trainer: Any = None

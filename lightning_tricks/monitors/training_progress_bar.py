@@ -29,11 +29,6 @@ def decimals(value: float, digits: int) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
 
 
-def total_steps(trainer: Trainer) -> int:
-    """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
-    return run_length(trainer) or 0
-
-
 def _loss(value: float) -> str:
     return f"loss {decimals(value, 4)}"
 
@@ -113,12 +108,12 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the end: an epoch may bring other data than the one before."""
-        self._total = total_steps(trainer)
+        self._total = run_length(trainer) or 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Print the finished interval: only now has the module logged its own metrics."""
         if self._total is None:
-            self._total = total_steps(trainer)
+            self._total = run_length(trainer) or 0
         elif trainer.max_steps != self._max_steps:
             self._total = trainer.max_steps  # a callback has moved the end of the run
         self._max_steps = trainer.max_steps
