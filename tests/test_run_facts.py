@@ -12,8 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 import lightning_tricks
 from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, ParallelDims
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import around_saves, data_rank, enabled_scaler, loss_ranks, micro_batch, weights_layout
 from lightning_tricks._trainer.refusals import REFUSALS, refuse
+from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, loss_ranks, micro_batch, weights_layout
+from lightning_tricks._trainer.saves import around_saves
 
 
 class Data:

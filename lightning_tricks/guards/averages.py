@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import around_saves
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.saves import around_saves
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, MEAN
 from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap
 from lightning_tricks.parallel.shard import drop_gathered

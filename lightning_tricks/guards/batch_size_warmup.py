@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_tricks._core.accumulation import Accumulation, MicroBatches, micro_batches_in_step
 from lightning_tricks._core.errors import UsageError, check_choice
-from lightning_tricks._trainer import batch_progress, data_rank, micro_batch, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.loop import batch_progress
+from lightning_tricks._trainer.objects import unwrapped
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KeepsRollbackState
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks._trainer import enabled_scaler, unwrapped
+from lightning_tricks._trainer.objects import unwrapped
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name

@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from lightning_tricks._core.errors import UsageError, check_choice
-from lightning_tricks._trainer import data_rank, micro_batch
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch
 from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor, refuse_accumulation_of_others
 
 __all__ = ["LRScalingRule"]

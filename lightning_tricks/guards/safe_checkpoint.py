@@ -14,21 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import saved_random_states, set_random_state_of
-from lightning_tricks._trainer import (
-    batch_progress,
-    has_default_checkpoint_io,
-    is_a,
-    is_last_step,
-    logging_step,
-    may_save,
-    random_rank,
-    reduce_over_all,
-    save_whole_step,
-    unwrapped,
-    weights_layout,
-)
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import batch_progress, logging_step
+from lightning_tricks._trainer.objects import has_default_checkpoint_io, is_a, unwrapped
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import random_rank, reduce_over_all, weights_layout
+from lightning_tricks._trainer.run_length import is_last_step
+from lightning_tricks._trainer.saves import may_save, save_whole_step
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
 from lightning_tricks.guards.checkpoint_content import (

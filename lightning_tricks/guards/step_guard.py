@@ -17,10 +17,11 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, where_read
-from lightning_tricks._trainer import enabled_scaler, is_alone, logging_step, optimizer_index, unwrapped, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import logging_step
+from lightning_tricks._trainer.objects import optimizer_index, unwrapped
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks._trainer.run_facts import step_samples
+from lightning_tricks._trainer.run_facts import enabled_scaler, is_alone, step_samples, weights_layout
 from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks

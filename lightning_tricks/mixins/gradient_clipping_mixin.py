@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._trainer import enabled_scaler, weights_layout
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import enabled_scaler, weights_layout
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_value
 from lightning_tricks.optim.grad_scaler import refuse_scaled

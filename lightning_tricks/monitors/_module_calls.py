@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import compiled_steps, is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import compiled_steps
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # before_calls or after_calls

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from lightning_tricks._core.errors import check_choice
 from lightning_tricks._core.find_modules import clean_name, find_blocks
-from lightning_tricks._trainer import is_accumulating, optimizer_index, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import optimizer_index
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import grad_norms_of

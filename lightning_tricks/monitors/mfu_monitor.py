@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.protocols import KnowsFlops, KnowsPeak
 from lightning_tricks._core.tensors import named_tensors_in
-from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.accounting.device_speed import device_peak
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.flops import Attention

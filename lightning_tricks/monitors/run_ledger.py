@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_tricks._core.accumulation import accumulation
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
-from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import hooks_have_batch, is_accumulating, logging_step
+from lightning_tricks._trainer.objects import folder_of_run
 from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, step_samples, weights_layout
 from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer

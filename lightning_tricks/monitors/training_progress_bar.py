@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_tricks._trainer import is_accumulating, logging_step, run_length
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.logs.table import human
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOGGED

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.find_modules import check_pattern, clean_name
-from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import head_weights

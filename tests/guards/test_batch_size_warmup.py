@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import run_length
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, LRScalingRule
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size_warmup import LearningRates, doubling, first_steps

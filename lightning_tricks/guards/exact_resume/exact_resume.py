@@ -15,26 +15,24 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.random_state import gather, random_state, saved_random_states, set_random_state_of
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import (
-    DeferredSaves,
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import (
     batch_progress,
-    data_rank,
     end_restart,
     epoch_is_over,
     epoch_means,
     forget_running_batch,
     go_on_with_next_epoch,
-    is_a,
     is_restarting,
     plateau_updates,
-    random_rank,
     reopen_epoch,
-    save_whole_step,
     set_callback_metrics,
     set_consumed,
     within_step,
 )
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.run_facts import data_rank, random_rank
+from lightning_tricks._trainer.saves import DeferredSaves, save_whole_step
 from lightning_tricks.guards.exact_resume.loaders import (
     Replay,
     ServedLoader,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from lightning_tricks._core.quote import printable_lines
 from lightning_tricks._host.exit import end_now, end_within
 from lightning_tricks._host.process import Process, this_process
-from lightning_tricks._trainer import RunningCall
+from lightning_tricks._trainer.running import RunningCall
 
 CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0
 ANSWER_SECONDS = 5.0  # how long rank 0 waits for the places of the others, which publish in their next look

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.exit import end_children, end_within
-from lightning_tricks._trainer import RunningCall, is_a, launched_processes
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.processes import launched_processes
+from lightning_tricks._trainer.running import RunningCall
 from lightning_tricks.guards.watchdog.channel import Connection, connect, end_process, say
 
 __all__ = ["RankMonitor"]

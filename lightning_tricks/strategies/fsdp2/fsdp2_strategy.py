@@ -14,8 +14,10 @@ from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.protocols import CastsShards, KnowsWeights
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import set_device_mesh, unwrapped
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
