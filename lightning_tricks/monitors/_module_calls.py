@@ -21,7 +21,8 @@ Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # be
 class ModuleMonitor(pl.Callback):
     """Base of the monitors that measure modules, by name, in the last micro-batch of a log step.
 
-    A subclass finds its modules in `on_fit_start`, and enters `watching` in `attach`.
+    A subclass calls `begin_fit` in `on_fit_start`, `watch` in the function that it gives there, and `end_batch` at the
+    end of each micro-batch.
 
     Args:
         warning: the line that says what cannot be measured, with `{}` for the reason.
