@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import host_bytes
-from lightning_tricks._trainer import is_a, trainer_of, weights_layout
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.objects import is_a, trainer_of
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flops import matmul_parameters
 from lightning_tricks.callbacks import (

@@ -12,29 +12,25 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 import lightning_tricks
 from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, ParallelDims
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import around_saves, run_facts, weights_layout
 from lightning_tricks._trainer.refusals import REFUSALS, refuse
+from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, loss_ranks, micro_batch, weights_layout
+from lightning_tricks._trainer.saves import around_saves
 
 
 class Data:
     micro_batch_size, seq_len = 4, 16
 
 
-def test_a_plain_run_has_whole_weights_no_scaler_and_the_batch_of_its_data():
+def test_a_plain_run_has_one_data_rank_no_scaler_and_the_batch_of_its_data():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    facts = run_facts(trainer)
-    assert (facts.world, facts.rank, facts.data_ranks, facts.data_rank) == (1, 0, 1, 0)
-    assert (facts.layout, facts.is_sharded, facts.has_engine, facts.scaler) == ("whole", False, False, None)
-    assert (facts.micro_batch_samples, facts.micro_batch_tokens) == (None, None)
-    trainer.datamodule = Data()
-    assert (run_facts(trainer).micro_batch_samples, run_facts(trainer).micro_batch_tokens) == (4, 64)
+    assert (data_rank(trainer), loss_ranks(trainer), enabled_scaler(trainer.precision_plugin)) == ((0, 1), 1, None)
+    assert (micro_batch(None), micro_batch(Data())) == ((None, None), (4, 64))
 
 
 def test_the_scaler_of_fp16_is_a_fact_only_where_it_scales():
     plugin = FP16Mixed()
-    assert run_facts(Trainer(accelerator="cpu", devices=1, plugins=plugin, logger=False)).scaler is plugin.scaler
-    off = FP16Mixed(loss_scaling=False)
-    assert run_facts(Trainer(accelerator="cpu", devices=1, plugins=off, logger=False)).scaler is None
+    assert enabled_scaler(plugin) is plugin.scaler is not None
+    assert enabled_scaler(FP16Mixed(loss_scaling=False)) is None
 
 
 @pytest.mark.parametrize(
@@ -150,5 +146,4 @@ def test_who_joins_values_over_ranks_takes_the_group_by_its_meaning():
 def test_tensor_and_context_ranks_share_rows_and_context_ranks_have_tokens_of_their_own(mesh, data, loss):
     strategy = FSDP2Strategy(mesh=mesh)
     trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
-    facts = run_facts(trainer)
-    assert (facts.world, facts.data_ranks, facts.loss_ranks) == (4, data, loss)
+    assert (data_rank(trainer)[1], loss_ranks(trainer)) == (data, loss)

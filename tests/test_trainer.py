@@ -29,8 +29,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import lightning_tricks
-from lightning_tricks import _trainer
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._trainer import loop as _loop
+from lightning_tricks._trainer import objects as _objects
+from lightning_tricks._trainer import processes as _processes
+from lightning_tricks._trainer import running as _running
+from lightning_tricks._trainer import saves as _saves
+from lightning_tricks._trainer.run_facts import run_facts as _run_facts
+from lightning_tricks._trainer.run_length import run_length as _run_length
 
 
 def model_with(optimizers: int = 1, **options: Any) -> Small:
@@ -66,7 +72,7 @@ def answers(ask: Any, *callbacks: Any, hook: str = "on_train_batch_start", **opt
 def test_is_accumulating_until_the_batch_that_has_the_optimizer_step():
     stepped = []
     found = answers(
-        lambda trainer: stepped.append(False) or _trainer.is_accumulating(trainer),
+        lambda trainer: stepped.append(False) or _loop.is_accumulating(trainer),
         On(on_before_optimizer_step=lambda *_: stepped.__setitem__(-1, True)), batches=5, accumulate_grad_batches=2,
     )  # fmt: skip
     assert stepped == [False, True, False, True, True]  # an epoch ends with a step
@@ -74,7 +80,7 @@ def test_is_accumulating_until_the_batch_that_has_the_optimizer_step():
 
 
 def test_steps_in_epoch_are_those_that_are_done_in_it():
-    found = answers(_trainer.steps_in_epoch, batches=5, accumulate_grad_batches=2, max_epochs=2)
+    found = answers(_loop.steps_in_epoch, batches=5, accumulate_grad_batches=2, max_epochs=2)
     assert found == [0, 0, 1, 1, 2] * 2
 
 
@@ -91,7 +97,7 @@ def test_steps_in_epoch_are_those_that_are_done_in_it():
 )
 def test_validation_follows_where_it_then_comes(options, validated):
     events: list[Any] = []
-    ask = lambda trainer: events.append((trainer.fit_loop.total_batch_idx + 1, _trainer.validation_follows(trainer)))  # noqa: E731
+    ask = lambda trainer: events.append((trainer.fit_loop.total_batch_idx + 1, _loop.validation_follows(trainer)))  # noqa: E731
     notes = On(on_validation_end=lambda *_: events.append("validation"))
     answers(ask, notes, hook="on_train_batch_end", batches=5, **options)
     came = [event for event, after in zip(events, [*events[1:], None], strict=True) if after == "validation"]
@@ -101,14 +107,14 @@ def test_validation_follows_where_it_then_comes(options, validated):
 
 def test_no_validation_follows_where_its_loader_is_empty():
     found = []
-    notes = On(on_train_batch_end=lambda trainer, *_: found.append(_trainer.validation_follows(trainer)))
+    notes = On(on_train_batch_end=lambda trainer, *_: found.append(_loop.validation_follows(trainer)))
     trainer_with(notes, val_check_interval=1).fit(model_with(), data(), DataLoader([]))
     assert found[1:] == [False, False]
 
 
 def test_a_run_may_be_saved_when_a_step_the_validation_after_it_and_no_end_of_an_epoch_is_left():
     asked = []
-    ask = lambda trainer, *_: asked.append((trainer.global_step, _trainer.may_save(trainer)))  # noqa: E731
+    ask = lambda trainer, *_: asked.append((trainer.global_step, _saves.may_save(trainer)))  # noqa: E731
     notes = On(on_train_batch_end=ask, on_validation_end=ask)
     options = {"accumulate_grad_batches": 2, "val_check_interval": 4, "num_sanity_val_steps": 1}
     trainer_with(notes, **options).fit(model_with(), data(6), data(1))
@@ -122,28 +128,28 @@ def test_a_run_may_be_saved_when_a_step_the_validation_after_it_and_no_end_of_an
 def test_is_last_step_at_max_steps_or_where_it_was_asked_to_stop(options, stops):
     def ask(trainer: Any) -> bool:
         trainer.should_stop = stops is None and trainer.global_step == 4
-        return _trainer.is_last_step(trainer)
+        return _run_length.is_last_step(trainer)
 
     found = answers(ask, hook="on_train_batch_end", **options)
     assert found == [False] * ((stops or 4) - 1) + [True]
 
 
 def test_the_default_checkpoint_io_is_lightnings_own():
-    assert _trainer.has_default_checkpoint_io(trainer_with())
+    assert _objects.has_default_checkpoint_io(trainer_with())
     trainer = trainer_with(plugins=[type("Own", (pl.plugins.TorchCheckpointIO,), {})()])
-    assert not _trainer.has_default_checkpoint_io(trainer)
+    assert not _objects.has_default_checkpoint_io(trainer)
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_logging_step_is_the_step_that_a_logger_is_given(optimizers):
     memory = Memory()
-    found = answers(_trainer.logging_step, model=model_with(optimizers, logs=True), logger=memory)
+    found = answers(_loop.logging_step, model=model_with(optimizers, logs=True), logger=memory)
     assert found == [step for step, values in memory.rows if "train/loss" in values] == [0, 1, 2]
 
 
 def test_batch_progress_counts_the_batches_of_the_epoch_and_of_all_epochs():
     def counts(trainer: Any) -> tuple[int, int]:
-        progress = _trainer.batch_progress(trainer)
+        progress = _loop.batch_progress(trainer)
         return progress.current.ready, progress.total.processed
 
     assert answers(counts, batches=2, max_epochs=2) == [(1, 0), (2, 1), (1, 2), (2, 3)]
@@ -154,8 +160,8 @@ def test_is_restarting_and_the_progress_of_a_run_from_a_checkpoint(tmp_path):
 
     class Asks(Small):
         def train_dataloader(self) -> DataLoader:
-            done = _trainer.batch_progress(self.trainer).total.processed
-            found.append((_trainer.is_restarting(self.trainer), done))
+            done = _loop.batch_progress(self.trainer).total.processed
+            found.append((_loop.is_restarting(self.trainer), done))
             return data(6)
 
     trainer = trainer_with(max_steps=2, max_epochs=None)
@@ -167,37 +173,37 @@ def test_is_restarting_and_the_progress_of_a_run_from_a_checkpoint(tmp_path):
 
 
 def test_data_rank_is_that_of_the_distributed_sampler():
-    assert _trainer.data_rank(None) == _trainer.data_rank(trainer_with()) == (0, 1)
+    assert _run_facts.data_rank(None) == _run_facts.data_rank(trainer_with()) == (0, 1)
     two = trainer_with(devices=2, strategy="ddp")
-    assert _trainer.data_rank(two) == (two.global_rank, two.world_size) == (0, 2)
+    assert _run_facts.data_rank(two) == (two.global_rank, two.world_size) == (0, 2)
 
 
 def test_trainer_of_a_module_is_the_one_that_fits_it():
     model = model_with()
-    assert _trainer.trainer_of(model) is _trainer.trainer_of(torch.nn.Linear(1, 1)) is None
+    assert _objects.trainer_of(model) is _objects.trainer_of(torch.nn.Linear(1, 1)) is None
     with pytest.raises(RuntimeError, match="not attached"):
         _ = model.trainer
-    assert answers(lambda trainer: _trainer.trainer_of(model) is trainer, model=model) == [True] * 3
+    assert answers(lambda trainer: _objects.trainer_of(model) is trainer, model=model) == [True] * 3
 
 
 def test_is_a_goes_by_names_and_knows_subclasses():
-    assert _trainer.is_a(ModelCheckpoint(), "Checkpoint")
-    assert _trainer.is_a(model_with(), "Other", "LightningModule")
-    assert not _trainer.is_a(model_with(), "Trainer")
+    assert _objects.is_a(ModelCheckpoint(), "Checkpoint")
+    assert _objects.is_a(model_with(), "Other", "LightningModule")
+    assert not _objects.is_a(model_with(), "Trainer")
 
 
 def test_lightning_file_is_of_the_package_that_the_trainer_is_of():
     other = pytest.importorskip("pytorch_lightning")
     own = type("Own", (pl.Trainer,), {})(logger=False, accelerator="cpu")
-    assert _trainer.lightning_file(own, "trainer").Trainer is pl.Trainer
-    assert _trainer.lightning_file(other.Trainer(logger=False, accelerator="cpu"), "trainer").Trainer is other.Trainer
+    assert _objects.lightning_file(own, "trainer").Trainer is pl.Trainer
+    assert _objects.lightning_file(other.Trainer(logger=False, accelerator="cpu"), "trainer").Trainer is other.Trainer
 
 
 def test_a_running_call_is_told_from_any_other():
     calls = []
 
     def ask(*_: Any) -> Any:
-        calls.append(call := _trainer.RunningCall())
+        calls.append(call := _running.RunningCall())
         return call.is_current(), calls[0].is_current(), bool(calls[0].stack())
 
     assert set(answers(ask)) == {(True, True, True)}
@@ -211,7 +217,7 @@ def test_a_running_call_is_found_in_a_process_of_spawn(monkeypatch):
 
     class Fit:
         def run(self) -> bool:
-            return bool(_trainer.RunningCall().stack())
+            return bool(_running.RunningCall().stack())
 
     found = SimpleQueue()
     launcher._wrapping_function(0, None, Fit().run, (), {}, found)
@@ -221,12 +227,12 @@ def test_a_running_call_is_found_in_a_process_of_spawn(monkeypatch):
 @pytest.mark.long
 def test_launched_processes_are_the_ranks_that_the_trainer_has_started(monkeypatch):
     trainer = trainer_with(devices=3, strategy="ddp")
-    assert _trainer.launched_processes(trainer) == _trainer.launched_processes(trainer_with()) == []
-    file = _trainer.lightning_file(trainer, "strategies.launchers.subprocess_script")
+    assert _processes.launched_processes(trainer) == _processes.launched_processes(trainer_with()) == []
+    file = _objects.lightning_file(trainer, "strategies.launchers.subprocess_script")
     monkeypatch.setattr(file, "_basic_subprocess_cmd", lambda: [sys.executable, "-c", ""])
     monkeypatch.setattr(file, "_launch_process_observer", lambda _: None)  # it kills this process when one fails
     trainer.strategy.launcher.launch(lambda: None, trainer=trainer)
-    assert [process.wait() for process in _trainer.launched_processes(trainer)] == [0, 0]
+    assert [process.wait() for process in _processes.launched_processes(trainer)] == [0, 0]
 
 
 @pytest.mark.long
@@ -234,7 +240,7 @@ def test_without_its_observer_a_process_outlives_a_child_that_fails(tmp_path):
     code = """
 import os, subprocess, sys
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning_tricks._trainer import dismiss_process_observer
+from lightning_tricks._trainer.processes import dismiss_process_observer
 child = subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(143)"], stdin=subprocess.PIPE)
 observer = _ChildProcessObserver(main_pid=os.getpid(), child_processes=[child], sleep_period=0.2)
 observer.start()
@@ -258,7 +264,7 @@ def test_the_signal_connector_installs_handlers_after_setup_and_puts_back_as_the
     says = lambda what: lambda *_, **__: seen.append(what)  # noqa: E731
     hooks = {"setup": says("setup"), "on_sanity_check_start": says("check"), "on_exception": says("exception")}
     trainer = trainer_with(On(**hooks), num_sanity_val_steps=2)
-    connector = _trainer.signal_connector(trainer)
+    connector = _processes.signal_connector(trainer)
     install, put_back = connector.register_signal_handlers, connector.teardown
     before = signal.getsignal(signal.SIGTERM)
     with (
@@ -280,23 +286,23 @@ def test_the_sigterm_broadcast_comes_before_each_batch_of_several_processes(monk
 
     batch, end = lambda *_: seen.append("batch"), lambda *_: monkeypatch.undo()
     trainer = trainer_with(On(on_train_start=two, on_train_batch_start=batch, on_train_batch_end=end))
-    owner, name = _trainer.sigterm_broadcast(trainer)
+    owner, name = _processes.sigterm_broadcast(trainer)
     with replaced(owner, name, lambda: seen.append("broadcast")):
         trainer.fit(model_with(), data(2))
     assert seen == ["broadcast", "batch", "batch"]  # the second batch belongs to one process again
 
 
 def test_slurm_environment_and_the_checkpoint_that_lightning_goes_on_from(tmp_path, monkeypatch):
-    assert _trainer.slurm_environment(trainer_with()) is None
+    assert _processes.slurm_environment(trainer_with()) is None
     for name, value in {"NTASKS": 1, "JOB_ID": 12, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_NAME": "train"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.setenv("MASTER_PORT", "0")
     trainer = train(default_root_dir=tmp_path, max_steps=2, max_epochs=None)
-    assert _trainer.slurm_environment(trainer).auto_requeue
-    trainer.save_checkpoint(_trainer.slurm_checkpoint(trainer))
+    assert _processes.slurm_environment(trainer).auto_requeue
+    trainer.save_checkpoint(_processes.slurm_checkpoint(trainer))
     again = train(default_root_dir=tmp_path, max_steps=3, max_epochs=None)
     assert again.ckpt_path == str(tmp_path / "hpc_ckpt_1.ckpt")
-    assert _trainer.slurm_checkpoint(again) == tmp_path / "hpc_ckpt_2.ckpt"
+    assert _processes.slurm_checkpoint(again) == tmp_path / "hpc_ckpt_2.ckpt"
 
 
 class Made(Small):
@@ -316,7 +322,7 @@ class Made(Small):
 @pytest.mark.parametrize("optimizers", [0, 1, 2])
 def test_configured_optimizers_are_those_that_the_module_returns(optimizers):
     model = Made(optimizers)
-    ask = lambda trainer: (_trainer.configured_optimizers(model), list(model.made))  # noqa: E731
+    ask = lambda trainer: (_objects.configured_optimizers(model), list(model.made))  # noqa: E731
     (((found, schedulers), made),) = answers(ask, hook="on_fit_start", model=model, batches=1)
     assert found == made
     assert len(found) == optimizers
@@ -330,8 +336,8 @@ def test_an_optimizer_is_known_by_its_index_wrapped_or_not(wrap):
     def ask(trainer: Any) -> list[Any]:
         own = model.optimizers()
         assert [type(optimizer).__name__ for optimizer in own] == ["LightningWrapper" if wrap else "LightningSGD"] * 2
-        assert [_trainer.unwrapped(optimizer) for optimizer in [*own, *model.made]] == model.made * 2
-        return [_trainer.optimizer_index(trainer, optimizer) for optimizer in [*own, *model.made]]
+        assert [_objects.unwrapped(optimizer) for optimizer in [*own, *model.made]] == model.made * 2
+        return [_objects.optimizer_index(trainer, optimizer) for optimizer in [*own, *model.made]]
 
     assert answers(ask, model=model)[0] == [0, 1, 0, 1]
 
@@ -339,7 +345,7 @@ def test_an_optimizer_is_known_by_its_index_wrapped_or_not(wrap):
 def test_steps_between_saves_are_those_of_the_files(tmp_path):
     every_two = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = train(ModelCheckpoint(tmp_path / "epochs", every_n_epochs=1), every_two, batches=5)
-    assert _trainer.steps_between_saves(trainer) == [2]
+    assert _objects.steps_between_saves(trainer) == [2]
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
 
 
@@ -347,14 +353,14 @@ def test_steps_between_saves_are_those_of_the_files(tmp_path):
 def test_a_loggers_version_is_the_folder_that_it_writes_into(tmp_path, logger_class):
     (tmp_path / "runs" / "version_4").mkdir(parents=True)
     fresh, chosen = (logger_class(tmp_path, name="runs") for _ in range(2))
-    assert _trainer.has_versions(fresh)
-    assert _trainer.chosen_version(fresh) is None
-    assert _trainer.next_version(fresh) == fresh.version == 5
-    assert _trainer.chosen_version(fresh) == 5
-    _trainer.choose_version(chosen, 7)
+    assert _objects.has_versions(fresh)
+    assert _objects.chosen_version(fresh) is None
+    assert _objects.next_version(fresh) == fresh.version == 5
+    assert _objects.chosen_version(fresh) == 5
+    _objects.choose_version(chosen, 7)
     assert Path(chosen.log_dir).name == "version_7"
-    assert not _trainer.has_versions(Memory())
-    assert _trainer.chosen_version(Memory()) is None
+    assert not _objects.has_versions(Memory())
+    assert _objects.chosen_version(Memory()) is None
 
 
 @pytest.mark.parametrize("logger", [False, True], ids=["no logger", "csv"])
@@ -363,17 +369,17 @@ def test_the_folder_of_a_run_is_the_one_in_which_lightning_makes_its_checkpoints
     saver = ModelCheckpoint()
     trainer = pl.Trainer(logger=logger, callbacks=saver, accelerator="cpu", default_root_dir=tmp_path)
     saver.setup(trainer, Small(), "fit")
-    assert Path(saver.dirpath) == Path(_trainer.folder_of_run(trainer), "checkpoints")
+    assert Path(saver.dirpath) == Path(_objects.folder_of_run(trainer), "checkpoints")
 
 
 @pytest.mark.parametrize("default", [True, False])
 def test_shows_hp_metric_where_tensorboard_shows_it(tmp_path, default):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
-    assert not _trainer.shows_hp_metric(logger)
+    assert not _objects.shows_hp_metric(logger)
     model = model_with()
     model.save_hyperparameters({"width": 3})
     train(model=model, batches=1, logger=logger)
-    assert _trainer.shows_hp_metric(logger) is default
+    assert _objects.shows_hp_metric(logger) is default
     assert ("hp_metric" in events(Path(logger.log_dir)).Tags()["scalars"]) is default
 
 
@@ -382,12 +388,12 @@ def test_the_clip_hook_is_called_once_between_the_hooks_and_each_step(automatic,
     called: list[Any] = []
 
     def look(trainer: Any, module: Any) -> None:
-        plugin, name = _trainer.clip_hook(trainer)
+        plugin, name = _objects.clip_hook(trainer)
         clip = getattr(plugin, name)
 
         def clip_hook(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             clip(model, optimizer, *args, **kwargs)
-            called.append((model is module, _trainer.optimizer_index(trainer, optimizer)))
+            called.append((model is module, _objects.optimizer_index(trainer, optimizer)))
 
         monkeypatch.setattr(plugin, name, clip_hook)
         monkeypatch.setattr(module, "on_before_optimizer_step", lambda optimizer: called.append("hook"))
@@ -406,10 +412,10 @@ def test_the_clip_hook_is_called_once_between_the_hooks_and_each_step(automatic,
 
 def test_compiled_steps_of_a_module_that_lightning_runs_compiled():
     model = model_with()
-    assert _trainer.compiled_steps(model) is _trainer.compiled_steps(torch.nn.Linear(1, 1)) is None
+    assert _objects.compiled_steps(model) is _objects.compiled_steps(torch.nn.Linear(1, 1)) is None
     compiled = from_compiled(torch.compile(model, backend="eager"))
-    assert _trainer.compiled_steps(compiled) is not None
-    assert _trainer.compiled_steps(to_uncompiled(compiled)) is None
+    assert _objects.compiled_steps(compiled) is not None
+    assert _objects.compiled_steps(to_uncompiled(compiled)) is None
 
 
 def test_a_device_mesh_that_is_set_is_the_modules(monkeypatch):
@@ -417,7 +423,7 @@ def test_a_device_mesh_that_is_set_is_the_modules(monkeypatch):
         monkeypatch.setenv(name, value)
     model, mesh = model_with(), init_device_mesh("cpu", (1,))
     assert model.device_mesh is None
-    _trainer.set_device_mesh(model, mesh)
+    _objects.set_device_mesh(model, mesh)
     assert model.device_mesh is mesh
 
 
@@ -466,9 +472,9 @@ def test_lightnings_private_state_is_read_in_one_file_only():
 
 
 def test_an_epoch_is_over_at_its_last_batch_and_until_the_next_begins():
-    found = answers(_trainer.epoch_is_over, hook="on_train_batch_end", max_epochs=2)
+    found = answers(_loop.epoch_is_over, hook="on_train_batch_end", max_epochs=2)
     assert found == [False, False, True] * 2
-    assert _trainer.epoch_is_over(train())
+    assert _loop.epoch_is_over(train())
 
 
 @pytest.mark.parametrize("monitors", [True, False])
@@ -479,7 +485,7 @@ def test_the_hook_at_an_epochs_end_is_the_last_one_that_is_called(tmp_path, moni
     def watch(trainer, module):
         for owner in (module, *trainer.callbacks):
             owner.on_train_epoch_end = lambda *_, owner=owner: called.append(owner)
-        hooks.append(_trainer.hook_at_epoch_end(trainer))
+        hooks.append(_loop.hook_at_epoch_end(trainer))
 
     train(*others, On(on_train_start=watch), model=model, max_epochs=1)
     assert len(called) == 2 + 2 * monitors
@@ -499,7 +505,7 @@ def test_the_fetch_hooks_enclose_each_wait_for_a_training_batch(epochs):
             return torch.ones(2)
 
     def replace(trainer: Any, *_: Any) -> None:
-        owner, before, after = _trainer.fetch_hooks(trainer)
+        owner, before, after = _loop.fetch_hooks(trainer)
         for name, event in ((before, "before"), (after, "after")):
             assert callable(getattr(owner, name))
             setattr(owner, name, lambda event=event: events.append(event))
@@ -521,7 +527,7 @@ class Unsized(torch.utils.data.IterableDataset):
 def test_set_consumed_ends_an_epoch_with_the_longest_loader_that_is_left(consumed, batches):
     def consume(module: Any, _: Any) -> None:
         if consumed and not module.losses:
-            _trainer.set_consumed(module.trainer, 1)
+            _loop.set_consumed(module.trainer, 1)
 
     model = model_with(act=consume, loss=lambda module, batch: module(batch[0]).square().mean())
     trainer_with().fit(model, [DataLoader(Unsized(3)), DataLoader(Unsized(5))])
@@ -530,8 +536,8 @@ def test_set_consumed_ends_an_epoch_with_the_longest_loader_that_is_left(consume
 
 def counts(trainer: Any) -> tuple[int, int, int, int]:
     """Batches of the epoch, of all epochs, those that are done, and the logged step."""
-    progress = _trainer.batch_progress(trainer)
-    return progress.current.ready, progress.total.ready, progress.total.processed, _trainer.logging_step(trainer)
+    progress = _loop.batch_progress(trainer)
+    return progress.current.ready, progress.total.ready, progress.total.processed, _loop.logging_step(trainer)
 
 
 def saves(path: Path, rewind: Any, batch: int, hook: str) -> On:
@@ -545,7 +551,7 @@ def saves(path: Path, rewind: Any, batch: int, hook: str) -> On:
 
 
 def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
-    saver = saves(tmp_path / "five.ckpt", _trainer.loop.rewind_to_step, 4, "on_train_batch_end")
+    saver = saves(tmp_path / "five.ckpt", _loop.rewind_to_step, 4, "on_train_batch_end")
     train(saver, batches=7, accumulate_grad_batches=3)  # two of them are done
     found = answers(counts, hook="on_train_batch_end", batches=7, ckpt_path=tmp_path / "five.ckpt")
     assert [one[:2] for one in found] == [(4, 4), (5, 5), (6, 6), (7, 7)]
@@ -553,9 +559,9 @@ def test_rewind_to_step_changes_what_a_restart_counts(tmp_path):
 
 
 def test_a_batch_that_was_running_at_a_save_is_counted_once(tmp_path):
-    saver = saves(tmp_path / "running.ckpt", _trainer.loop.rewind_to_step, 2, "on_train_batch_start")
+    saver = saves(tmp_path / "running.ckpt", _loop.rewind_to_step, 2, "on_train_batch_start")
     unbroken = answers(counts, saver, hook="on_train_batch_end")
-    forget = On(on_train_start=lambda trainer, _: _trainer.forget_running_batch(trainer))
+    forget = On(on_train_start=lambda trainer, _: _loop.forget_running_batch(trainer))
     resumed = answers(counts, forget, hook="on_train_batch_end", ckpt_path=tmp_path / "running.ckpt")
     assert [one[1:] for one in resumed] == [one[1:] for one in unbroken[2:]]
 
@@ -579,11 +585,11 @@ def test_the_updates_of_a_plateau_are_those_after_all_that_belongs_to_the_batche
 
     def begin(trainer: Any, *_: Any) -> None:
         begun.append(trainer.lr_scheduler_configs[0].scheduler.last_epoch)
-        updates.extend(_trainer.plateau_updates(trainer))  # nothing is due while a batch runs
+        updates.extend(_loop.plateau_updates(trainer))  # nothing is due while a batch runs
 
     def ask(trainer: Any, *_: Any) -> None:
         if updates:
-            updates[-1] = (updates[-1], *_trainer.plateau_updates(trainer))[-1]
+            updates[-1] = (updates[-1], *_loop.plateau_updates(trainer))[-1]
 
     asks = On(on_train_batch_start=begin, **dict.fromkeys(("on_validation_end", "on_train_epoch_end"), ask))
     asks.on_train_batch_end = ask
@@ -599,8 +605,8 @@ def test_metrics_that_are_put_back_are_callback_metrics_and_means_over_an_epoch_
     trainer = trainer_with()
     found: list[Any] = []
     trainer.callbacks += [
-        On(on_train_start=lambda *_: _trainer.set_callback_metrics(trainer, {"before": torch.tensor(3.0)})),
-        On(on_train_batch_end=lambda *_: found.append(_trainer.epoch_means(trainer))),
+        On(on_train_start=lambda *_: _loop.set_callback_metrics(trainer, {"before": torch.tensor(3.0)})),
+        On(on_train_batch_end=lambda *_: found.append(_loop.epoch_means(trainer))),
     ]
     trainer.fit(model_with(act=log), data(2))
     assert found == [{"mean", "both", "both_epoch"}] * 2
@@ -626,17 +632,17 @@ class Starts(pl.Callback):
 def test_after_an_epochs_end_the_next_one_begins(tmp_path):
     train(ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True))
     for limit in ({"max_steps": 5, "max_epochs": -1}, {"max_epochs": 2, "limit_train_batches": 2}):
-        starts = Starts(_trainer.go_on_with_next_epoch)
+        starts = Starts(_loop.go_on_with_next_epoch)
         train(starts, **limit, ckpt_path=tmp_path / "end.ckpt")
         assert starts.seen == ["epoch 1", 0, 1]
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_the_step_and_the_batch_that_a_save_is_a_part_of_are_counted_when_the_next_epoch_begins(hook, tmp_path):
-    ask = lambda trainer, _: (_trainer.logging_step(trainer), _trainer.batch_progress(trainer).total.completed)  # noqa: E731
+    ask = lambda trainer, _: (_loop.logging_step(trainer), _loop.batch_progress(trainer).total.completed)  # noqa: E731
     save = On(**{hook: lambda trainer, *_: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")})
     limit = {"max_steps": 5, "max_epochs": -1, "val_check_interval": 3}
-    whole, resumed = Starts(ask=ask), Starts(_trainer.go_on_with_next_epoch, ask)
+    whole, resumed = Starts(ask=ask), Starts(_loop.go_on_with_next_epoch, ask)
     train(save, whole, **limit)
     train(resumed, **limit, ckpt_path=tmp_path / "3.ckpt")
     assert resumed.seen == whole.seen[-3:] == ["epoch 1", (3, 3), (4, 4)]
@@ -645,7 +651,7 @@ def test_the_step_and_the_batch_that_a_save_is_a_part_of_are_counted_when_the_ne
 def test_a_run_that_ended_in_mid_epoch_goes_on_in_that_epoch(tmp_path):
     train(max_steps=2).save_checkpoint(tmp_path / "two.ckpt")
     starts = Starts()
-    reopen = On(on_load_checkpoint=lambda trainer, module, checkpoint: _trainer.reopen_epoch(checkpoint))
+    reopen = On(on_load_checkpoint=lambda trainer, module, checkpoint: _loop.reopen_epoch(checkpoint))
     train(reopen, starts, max_steps=5, max_epochs=2, ckpt_path=tmp_path / "two.ckpt")
     assert starts.seen == [2, "epoch 1", 0, 1]
 
@@ -695,7 +701,7 @@ def looked(tmp_path: Path, ask: Any, optimizers: int = 1, number: int = 1, mode:
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_running_part_is_the_place_of_a_stack_and_it_is_known_whether_that_evaluates(tmp_path, optimizers):
-    seen = looked(tmp_path, lambda stack: (_trainer.running_part(stack), _trainer.is_evaluating(stack)), optimizers)
+    seen = looked(tmp_path, lambda stack: (_running.running_part(stack), _running.is_evaluating(stack)), optimizers)
     seen.pop("", None)
     found = {place: part for place, (part, _) in seen.items()}
     expected = {
@@ -709,10 +715,10 @@ def test_running_part_is_the_place_of_a_stack_and_it_is_known_whether_that_evalu
 
 
 def test_torch_compile_is_seen_at_work_in_a_forward_and_in_a_backward():
-    found = {"before": _trainer.is_compiling([*_trainer.outwards(sys._getframe())])}
+    found = {"before": _running.is_compiling([*_running.outwards(sys._getframe())])}
 
     def backend(graph: Any, _: Any) -> Any:
-        found["forward"] = _trainer.is_compiling([*_trainer.outwards(sys._getframe())])
+        found["forward"] = _running.is_compiling([*_running.outwards(sys._getframe())])
         return graph
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
@@ -737,7 +743,7 @@ def test_an_evaluation_of_a_checkpoint_is_logged_where_the_fit_logged_its_own(tm
     options: dict[str, Any] = {"max_epochs": 2, "max_steps": 6, "val_check_interval": 3, "logger": Logger(tmp_path)}
     trainer_with(On(**{hook: save}), **options).fit(model, data(6), data(1))
     assert logged == [2, 5]
-    restore = On(on_load_checkpoint=lambda trainer, module, checkpoint: _trainer.take_loops_step(trainer, checkpoint))
+    restore = On(on_load_checkpoint=lambda trainer, module, checkpoint: _loop.take_loops_step(trainer, checkpoint))
     trainer = trainer_with(restore, **options)
     trainer.validate(model, data(1), ckpt_path=tmp_path / "six.ckpt", verbose=False)
     assert (logged, trainer.global_step) == ([2, 5, 5], 6)
@@ -745,7 +751,7 @@ def test_an_evaluation_of_a_checkpoint_is_logged_where_the_fit_logged_its_own(tm
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_awaited_loader_is_the_one_that_fetches(tmp_path, number):
-    ask = lambda stack: (found := _trainer.awaited_loader(stack)) and (found[0].dataset.place, *found[1:])  # noqa: E731
+    ask = lambda stack: (found := _running.awaited_loader(stack)) and (found[0].dataset.place, *found[1:])  # noqa: E731
     found = looked(tmp_path, ask, number=number)
     loaders = {place: answer for place, answer in found.items() if "loader" in place}
     names = [f"{kind} loader {index}" for kind in ("training", "validation") for index in range(number)]
@@ -755,13 +761,13 @@ def test_the_awaited_loader_is_the_one_that_fetches(tmp_path, number):
 
 @pytest.mark.parametrize(("number", "known"), [(1, True), (2, False)])
 def test_where_the_iterator_does_not_tell_the_awaited_loader_it_is_known_only_if_there_is_one(tmp_path, number, known):
-    found = looked(tmp_path, _trainer.awaited_loader, number=number, mode="min_size")["training loader 0"]
+    found = looked(tmp_path, _running.awaited_loader, number=number, mode="min_size")["training loader 0"]
     assert (found and found[1:]) == ((0, 1) if known else None)
 
 
 def test_evaluation_progress_counts_the_batches_of_a_validation():
     found = []
-    ask = lambda trainer, *_: found.append(_trainer.evaluation_progress(trainer).current.ready)  # noqa: E731
+    ask = lambda trainer, *_: found.append(_running.evaluation_progress(trainer).current.ready)  # noqa: E731
     trainer, model = trainer_with(On(on_validation_batch_start=ask)), model_with()
     trainer.fit(model, data(2), data(3))
     trainer.validate(model, data(2))
@@ -771,14 +777,14 @@ def test_evaluation_progress_counts_the_batches_of_a_validation():
 @pytest.mark.parametrize("options", [{"max_epochs": 2, "accumulate_grad_batches": 3}, {"max_steps": 4}, {}])
 def test_run_length_is_the_step_at_which_training_ends(options):
     lengths: list[int | None] = []
-    ask = lambda trainer, *_: lengths.append(_trainer.run_length(trainer))  # noqa: E731
+    ask = lambda trainer, *_: lengths.append(_run_length.run_length(trainer))  # noqa: E731
     trainer = train(On(on_train_start=ask, on_train_epoch_start=ask), batches=5, **options)
     assert set(lengths) == {trainer.global_step} == {trainer.estimated_stepping_batches}
 
 
 def test_a_step_limit_that_is_set_ends_the_run():
     trainer = trainer_with(max_epochs=-1)
-    with replaced(*_trainer.step_limit(trainer), 2):
+    with replaced(*_run_length.step_limit(trainer), 2):
         assert trainer.max_steps == 2
         trainer.fit(model_with(), data(5))
     assert (trainer.global_step, trainer.max_steps) == (2, -1)

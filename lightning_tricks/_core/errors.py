@@ -6,7 +6,7 @@ import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, get_args
 
 from lightning_tricks._core.quote import error_line, say
 
@@ -19,6 +19,19 @@ class UsageError(ValueError):
 
     The command line prints the message and exits with code 2; from Python it is an ordinary `ValueError`.
     """
+
+
+def check_choice(option: str, value: Any, choices: Any, more: str = "") -> None:
+    """Refuse a value that is none of a Literal's.
+
+    Args:
+        option: its name for the user, such as `Float8.recipe`.
+        value: that was given.
+        choices: the Literal.
+        more: what else may be given, for the message.
+    """
+    if value not in get_args(choices):
+        raise UsageError(f"{option}={value!r}: give one of {', '.join(get_args(choices))}{more}")
 
 
 @contextmanager

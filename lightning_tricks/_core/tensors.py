@@ -1,5 +1,6 @@
 """Tensors of a batch; the dtype in which a linear layer works; the shard of a tensor here, and its size as a whole."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -65,27 +66,36 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The dense tensors in any nesting of mappings, sequences and objects with attributes.
+    """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
+    return (tensor for _, tensor in named_tensors_in(batch))
 
-    Each of these is looked into once: objects may hold each other, as the nodes of a graph do.
+
+def named_tensors_in(batch: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The same, each with its key or attribute; members of a sequence have the name of the sequence.
+
+    Each part is looked into once: objects may hold each other, as the nodes of a graph do.
     """
     seen: dict[int, Any] = {}  # by id, which no other one can get while it is kept here
-    waiting = [batch]
+    waiting: list[tuple[Any, Any]] = [(None, batch)]
     while waiting:
-        part = waiting.pop()
+        name, part = waiting.pop()
         if isinstance(part, Tensor):
             part = local(part)
             if part.layout == torch.strided and not part.is_nested and not part.is_quantized and part.numel():
-                yield part
+                yield name, part
             continue
         if id(part) in seen or isinstance(part, type):
             continue
         if isinstance(part, Mapping):
-            inside = [*part.values()]
+            inside = [*part.items()]
+        elif isinstance(part, tuple) and hasattr(part, "_fields"):
+            inside = [*zip(part._fields, part, strict=True)]
         elif isinstance(part, list | tuple):
-            inside = [*part]
+            inside = [(name, value) for value in part]
         elif hasattr(part, "__dict__"):
-            inside = [*vars(part).values()]
+            inside = [*vars(part).items()]
+        elif dataclasses.is_dataclass(part):  # with slots
+            inside = [(field.name, getattr(part, field.name, None)) for field in dataclasses.fields(part)]
         else:
             continue
         seen[id(part)] = part

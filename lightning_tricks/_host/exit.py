@@ -8,14 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 CHILDREN_SECONDS = 5.0  # for the processes of a launcher to end by themselves
 _LONGEST = 1e9  # of faulthandler's timer, which takes no 300 years
-_before_exit: list[Callable[[], None]] = []  # functions that `end_now` calls
-
-
 _set: dict["Deadline", float] = {}  # the deadlines that are set, on `time.monotonic`
 _lock = threading.RLock()  # around `_set` and the timer
 
@@ -29,11 +26,10 @@ class Deadline:
 
     Args:
         ends: whether the process ends then.
-        file: a file descriptor for the stacks; the process's stderr if None.
     """
 
-    def __init__(self, ends: bool = True, file: int | None = None) -> None:
-        self.ends, self.file = ends, file
+    def __init__(self, ends: bool = True) -> None:
+        self.ends = ends
 
     def set(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now; infinite seconds cancel it."""
@@ -60,7 +56,7 @@ def _set_timer() -> None:
             faulthandler.cancel_dump_traceback_later()
         else:
             seconds = min(max(_set[nearest] - now, 0.001), _LONGEST)
-            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=nearest.file or sys.__stderr__ or 2)
+            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=sys.__stderr__ or 2)
 
 
 def _forget_deadlines() -> None:
@@ -79,17 +75,6 @@ def end_within(seconds: float) -> Deadline:
     deadline = Deadline()
     deadline.set(seconds)
     return deadline
-
-
-def call_before_exit(function: Callable[[], None]) -> Callable[[], None]:
-    """Let `end_now` call a function, in any thread; returns a function that takes this back."""
-    _before_exit.append(function)
-
-    def withdraw() -> None:
-        with suppress(ValueError):
-            _before_exit.remove(function)
-
-    return withdraw
 
 
 def end_children(children: Sequence[subprocess.Popen], seconds: float) -> None:
@@ -111,9 +96,6 @@ def end_now(code: int, children: Sequence[subprocess.Popen] = ()) -> None:
         children: are given `CHILDREN_SECONDS` to end by themselves, then killed.
     """
     end_within(2 * CHILDREN_SECONDS)  # if a write below blocks, because nobody reads it
-    for function in list(_before_exit):
-        with suppress(Exception):
-            function()
     for worker in multiprocessing.active_children():
         worker.kill()  # one that is stuck would not notice that its parent is gone
     end_children(children, CHILDREN_SECONDS)

@@ -12,7 +12,7 @@ class Refusal:
     """One row of the table.
 
     Attributes:
-        layouts: of the weights under which the trick cannot work, see `RunFacts.layout`.
+        layouts: of the weights under which the trick cannot work, see `weights_layout`.
         line: for the user, after the name of the option; `{strategy}` is the class name of the strategy.
     """
 

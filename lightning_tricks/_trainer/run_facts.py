@@ -3,7 +3,6 @@
 Nobody else asks for the class of a strategy, or whether it has some method (a test greps for both).
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,75 +13,16 @@ from lightning_tricks._trainer.objects import is_a
 Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts that hold for a whole run. `run_facts` reads them from a Trainer, from a callback's `setup` on.
-
-    Attributes:
-        world: number of processes.
-        rank: of this process, of `world`.
-        data_ranks: number of processes that see different data; fewer than `world` under tensor parallelism.
-        data_rank: of this process, of `data_ranks`.
-        loss_ranks: number of processes over which `strategy.reduce` joins a loss, and gradients are averaged: those
-            that see different tokens. Under Lightning's ModelParallelStrategy all of them, of which some see the same.
-        layout: the form in which this rank holds the weights: "whole"; "shards", DTensors that FSDP2Strategy saves and
-            loads by name; "foreign shards", DTensors of Lightning's ModelParallelStrategy; "flat", FSDP1's parameters
-            without their shapes; "engine", DeepSpeed, which also does the backward pass, the clip and the step: under
-            DeepSpeedZeROStrategy, whose step can be scaled and refused; "foreign engine", under Lightning's.
-        strategy: class name of the strategy, for messages.
-        precision: the Trainer's, for messages, such as "bf16-mixed".
-        plugin: class name of the precision plugin, for messages.
-        scaler: the GradScaler of fp16, None in other precisions and where it is turned off.
-        micro_batch_samples: samples in one micro-batch of one data rank; None for data that do not tell it.
-        micro_batch_tokens: tokens likewise.
-    """
-
-    world: int
-    rank: int
-    data_ranks: int
-    data_rank: int
-    loss_ranks: int
-    layout: Layout
-    strategy: str
-    precision: str
-    plugin: str
-    scaler: Any
-    micro_batch_samples: int | None
-    micro_batch_tokens: int | None
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank holds only a part of the weights."""
-        return self.layout != "whole"
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether DeepSpeed's engine does the backward pass, the clip and the step, between no hooks of Lightning."""
-        return self.layout in ("engine", "foreign engine")
-
-
-def run_facts(trainer: Any) -> RunFacts:
-    """The facts of the run that a Trainer is about to start or runs; microseconds, but not for each micro-batch."""
-    rank, ranks = data_rank(trainer)
-    samples, tokens = micro_batch(getattr(trainer, "datamodule", None))
-    return RunFacts(
-        world=trainer.world_size,
-        rank=trainer.global_rank,
-        data_ranks=ranks,
-        data_rank=rank,
-        loss_ranks=loss_ranks(trainer),
-        layout=weights_layout(trainer.strategy),
-        strategy=type(trainer.strategy).__name__,
-        precision=str(trainer.precision),
-        plugin=type(trainer.precision_plugin).__name__,
-        scaler=enabled_scaler(trainer.precision_plugin),
-        micro_batch_samples=samples,
-        micro_batch_tokens=tokens,
-    )
-
-
 def weights_layout(strategy: Any) -> Layout:
-    """See `RunFacts.layout`."""
+    """The form in which a rank of a strategy holds the weights.
+
+    - "whole";
+    - "shards": DTensors that FSDP2Strategy saves and loads by name; "foreign shards": those of Lightning's
+      ModelParallelStrategy;
+    - "flat": FSDP1's parameters without their shapes;
+    - "engine": DeepSpeed, which also does the backward pass, the clip and the step, between no hooks of Lightning:
+      under DeepSpeedZeROStrategy, whose step can be scaled and refused; "foreign engine": under Lightning's.
+    """
     if is_a(strategy, "DeepSpeedStrategy"):
         return "engine" if is_a(strategy, "DeepSpeedZeROStrategy") else "foreign engine"
     if is_a(strategy, "FSDPStrategy"):
@@ -122,7 +62,9 @@ def opens_on_any_number(strategy: Any) -> bool:
 
 
 def loss_ranks(trainer: Any) -> int:
-    """See `RunFacts.loss_ranks`."""
+    """Number of processes over which `strategy.reduce` joins a loss, and gradients are averaged: those that see
+    different tokens. Under Lightning's ModelParallelStrategy all of them, of which some see the same.
+    """
     strategy = trainer.strategy
     return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
 

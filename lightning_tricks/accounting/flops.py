@@ -3,9 +3,9 @@
 MFU is this number times tokens/s, divided by the device's peak FLOP/s.
 """
 
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 
 __all__ = ["recompute_flops_per_token", "training_flops_per_token"]
 
@@ -89,8 +89,7 @@ def attention_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atte
     Raises:
         UsageError: another definition, or a length below 1.
     """
-    if attention not in get_args(Attention):
-        raise UsageError(f"attention={attention!r}: give one of {', '.join(get_args(Attention))}")
+    check_choice("attention", attention, Attention)
     if seq_len < 1:
         raise UsageError(f"seq_len={seq_len}: give a length of at least 1 token")
     full = 12 * shape.n_layers * shape.n_heads * shape.head_dim * seq_len
@@ -152,9 +151,7 @@ def recompute_flops_per_token(
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
     """
     forward_attention = attention_flops_per_token(shape, seq_len, attention) // 3
-    if activation_checkpointing not in get_args(Checkpointing):
-        choices = ", ".join(get_args(Checkpointing))
-        raise UsageError(f"activation_checkpointing={activation_checkpointing!r}: give one of {choices}")
+    check_choice("activation_checkpointing", activation_checkpointing, Checkpointing)
     if activation_checkpointing in ("none", "cheap"):
         return 0
     if getattr(shape, "n_experts", None):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import WarnOnce, pl
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks.checkpoints.check_checkpoint import identity
 from lightning_tricks.checkpoints.open_checkpoint import check_content, open_checkpoint, refused_object
 from lightning_tricks.checkpoints.record import record_or_none

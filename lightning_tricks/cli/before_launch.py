@@ -10,8 +10,8 @@ import torch
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import most_processes
-from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import is_a
 
 _MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")  # what a process on another host must know
 _LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"}

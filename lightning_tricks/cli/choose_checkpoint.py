@@ -19,8 +19,11 @@ import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_run_folder
-from lightning_tricks._trainer import chosen_version, store_before_the_run, take_loops_step, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.loop import take_loops_step
+from lightning_tricks._trainer.objects import chosen_version
+from lightning_tricks._trainer.processes import store_before_the_run
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name

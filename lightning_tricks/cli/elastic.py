@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import listed, named_devices
-from lightning_tricks._trainer import opens_on_any_number, planned_data_ranks
+from lightning_tricks._trainer.run_facts import opens_on_any_number, planned_data_ranks
 from lightning_tricks.callbacks import BatchSizeWarmup
 
 _SCALED = (  # in micro-batches of one process, so that fewer processes need more of them

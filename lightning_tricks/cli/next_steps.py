@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_tricks._core.quote import printable, shell_line, shell_word
-from lightning_tricks._trainer import folder_of_run
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import folder_of_run
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, relative_to_cwd

@@ -14,15 +14,9 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_links
 from lightning_tricks._host.machine import listed
 from lightning_tricks._host.writable import check_folders_of_run
-from lightning_tricks._trainer import (
-    choose_version,
-    chosen_version,
-    folder_of_run,
-    has_versions,
-    logging_step,
-    next_version,
-)
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
+from lightning_tricks._trainer.loop import logging_step
+from lightning_tricks._trainer.objects import choose_version, chosen_version, folder_of_run, has_versions, next_version
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
 from lightning_tricks.cli.recipe_parser import lightning_cli
 

@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import listed
-from lightning_tricks._trainer import chosen_version, has_versions
+from lightning_tricks._trainer.objects import chosen_version, has_versions
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, check_training_state, is_of_deepspeed
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._host.machine import listed
-from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.commands.verify_resume import CHECKPOINT, Phase, ledger_options
 from lightning_tricks.monitors.run_ledger import RunLedger

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
 from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
 from lightning_tricks.data.order import SkippedSamples, WindowOrder

@@ -17,8 +17,10 @@ import numpy as np
 
 from lightning_tricks._core.accumulation import accumulation, micro_batches_in_step
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import batch_progress, data_rank, is_a, is_restarting, steps_in_epoch
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.loop import batch_progress, is_restarting, steps_in_epoch
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.data.order import SkippedSamples
 
 Runs = list[tuple[int, int]]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import around_saves
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.saves import around_saves
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, MEAN
 from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap
 from lightning_tricks.parallel.shard import drop_gathered
@@ -240,12 +240,13 @@ class WeightAverage(pl.Callback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Log which weights were validated."""
-        self._tell(trainer, pl_module, "val")
+        """Log which weights were validated or tested."""
+        if not trainer.sanity_checking and self.validate:
+            in_place = self.weights is not None and self.weights.module is pl_module
+            stage = "test" if trainer.testing else "val"
+            pl_module.log(f"{stage}/{self.NAME}_share", 1.0 if in_place else 0.0, sync_dist=True)
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Log which weights were tested."""
-        self._tell(trainer, pl_module, "test")
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Put the weights back."""
@@ -261,11 +262,6 @@ class WeightAverage(pl.Callback):
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Put the weights back."""
         self._swapped.close()
-
-    def _tell(self, trainer: Any, module: Module, stage: str) -> None:
-        if not trainer.sanity_checking and self.validate:
-            in_place = self.weights is not None and self.weights.module is module
-            module.log(f"{stage}/{self.NAME}_share", 1.0 if in_place else 0.0, sync_dist=True)
 
 
 def decay_at(update: int, decay: float, warmup: bool) -> float:

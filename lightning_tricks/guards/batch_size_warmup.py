@@ -7,14 +7,16 @@ quickly. The global batch grows here through gradient accumulation, so memory an
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from lightning_tricks._core.accumulation import Accumulation, MicroBatches, micro_batches_in_step
-from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import batch_progress, data_rank, micro_batch, unwrapped
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.loop import batch_progress
+from lightning_tricks._trainer.objects import unwrapped
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant
 
@@ -162,8 +164,7 @@ class BatchSizeWarmup(pl.Callback):
             if value is not None and value < 1:
                 raise UsageError(f"BatchSizeWarmup.{name}={value}: give 1 or more")
         for name, choice, choices in (("unit", unit, Unit), ("lr_rule", lr_rule, LRRule)):
-            if choice not in get_args(choices):
-                raise UsageError(f"BatchSizeWarmup.{name}={choice!r}: give one of {', '.join(get_args(choices))}")
+            check_choice(f"BatchSizeWarmup.{name}", choice, choices)
         self.stages, self.double_every, self.start, self.unit, self.lr_rule = stages, double_every, start, unit, lr_rule
         self.accumulation: Accumulation | None = None  # what `_accumulation.accumulation` finds; stays after the fit
         self._trainer: Any = None

@@ -22,8 +22,8 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks._core.tensors import local
-from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks.checkpoints.load_weights import other_weights
 from lightning_tricks.checkpoints.record import KEY, Record
 

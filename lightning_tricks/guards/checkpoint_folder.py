@@ -164,21 +164,18 @@ class CheckpointFolder:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
-        self._begun: dict[str, Record] = {}  # of the writes that have not finished
         self._retried: Path | None = None
 
     def record(self, path: Path) -> Record | None:
         """The record of a checkpoint without its checksums; opens no file that is as it was when it was last asked."""
-        begun, known = self._begun.get(path.name), self._known.get(path.name)  # in this order, see `on_commit`
         file = identity(path)
-        if known is None and file and begun:  # it has its name, and `on_commit` comes next
-            self._know(path, begun)
-        elif file and (known is None or known[0] != file):
-            self._know(path, record_or_none(path))
-        return self._known.get(path.name, (file, None))[1] if file else None
-
-    def _know(self, path: Path, record: Record | None) -> None:
-        self._known[path.name] = identity(path), record and replace(record, checksums={})
+        if not file:
+            return None
+        known = self._known.get(path.name)
+        if known is None or known[0] != file:
+            record = record_or_none(path)
+            known = self._known[path.name] = file, record and replace(record, checksums={})
+        return known[1]
 
     def records(self) -> dict[str, Record]:
         """The records of all checkpoints that have one; those of other programs, and damaged ones, are left out."""
@@ -250,15 +247,8 @@ class CheckpointFolder:
                 del ours[old]
             return ours
 
-    def begin(self, path: Path, record: Record) -> None:
-        """This process is about to write a checkpoint, whose record then need not be read."""
-        self._begun[path.name] = record
-
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
-        if begun := self._begun.get(path.name):
-            self._know(path, begun)
-            self._begun.pop(path.name, None)  # now that it is known: another thread may ask at any moment
         records = self.update()
         if last_of(records):  # not where a user has saved weights alone, before the first checkpoint
             self.on_update(records)
@@ -266,14 +256,12 @@ class CheckpointFolder:
     def on_error(self, path: Path, error: OSError) -> Literal["retry", "skip", "raise"]:
         """A new checkpoint could not be written: on a full disk, make room once, else do without it."""
         if error.errno not in _DISK_FULL:
-            self._begun.pop(path.name, None)
             return "raise"
         if self._retried != path and (name := self._make_room(path)):
             self._retried = path
             rank_zero_warn(f"SafeCheckpoint: {path}: {error.strerror}: deleted {name} to make room, and trying again")
             return "retry"
         self._retried = None
-        self._begun.pop(path.name, None)
         newest = self.newest()
         rank_zero_warn(
             f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "

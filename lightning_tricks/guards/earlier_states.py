@@ -1,7 +1,6 @@
 """The states that SpikeRollback can go back to: copies in the host's memory, and the run's own checkpoints."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -16,14 +15,15 @@ from torch.utils._pytree import tree_map
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KeepsRollbackState
 from lightning_tricks._core.tensors import local, sharded_like
-from lightning_tricks._trainer import enabled_scaler, unwrapped
+from lightning_tricks._trainer.objects import unwrapped
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, candidates, newest_whole, restore_name
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.snapshot import HostBuffers, snapshot
 from lightning_tricks.guards.step_guard import can_be_copied
-from lightning_tricks.optim.keep_settings_on_load import layers_of
+from lightning_tricks.optim.keep_settings_on_load import layers_of, options_of
 from lightning_tricks.parallel.shard import drop_gathered
 
 _ALWAYS_KEPT = {"lr", "initial_lr"}
@@ -136,8 +136,7 @@ def _tensors(pl_module: Any) -> dict[str, Tensor]:
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter group, the settings that the recipe and the schedule own: not the optimizer's state."""
-    options = {option for layer in layers_of(optimizer) for option in inspect.signature(type(layer)).parameters}
-    names = (_ALWAYS_KEPT | options) - {"params"}
+    names = _ALWAYS_KEPT | options_of(layers_of(optimizer))
     return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
 
 

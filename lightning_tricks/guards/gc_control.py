@@ -8,8 +8,8 @@ import gc
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating
 
 __all__ = ["GCControl"]
 

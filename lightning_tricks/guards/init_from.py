@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KnowsWeights
-from lightning_tricks._trainer import weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder
 from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
 

@@ -1,10 +1,10 @@
 """A learning rate for a reference batch, scaled to the global batch that a run really has."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import data_rank, micro_batch
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch
 from lightning_tricks.guards.batch_size_warmup import LearningRates, lr_factor, refuse_accumulation_of_others
 
 __all__ = ["LRScalingRule"]
@@ -50,8 +50,7 @@ class LRScalingRule(pl.Callback):
         self._reference = reference_batch_tokens if reference_batch_samples is None else reference_batch_samples
         if self._reference is None or self._reference < 1:
             raise UsageError(f"LRScalingRule.{self._name}={self._reference}: give 1 or more")
-        if rule not in get_args(Rule):
-            raise UsageError(f"LRScalingRule.rule={rule!r}: give one of {', '.join(get_args(Rule))}")
+        check_choice("LRScalingRule.rule", rule, Rule)
         self.reference_batch_tokens, self.reference_batch_samples = reference_batch_tokens, reference_batch_samples
         self.rule = rule
         self._factor = 1.0

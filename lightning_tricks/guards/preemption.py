@@ -20,20 +20,17 @@ from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.quote import say
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.exit import end_children
-from lightning_tricks._trainer import (
-    batch_progress,
+from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import batch_progress, hook_at_epoch_end, is_accumulating, is_restarting
+from lightning_tricks._trainer.processes import (
     dismiss_process_observer,
-    hook_at_epoch_end,
-    is_accumulating,
-    is_restarting,
     launched_processes,
-    may_save,
     signal_connector,
     sigterm_broadcast,
     slurm_checkpoint,
     slurm_environment,
 )
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.saves import may_save
 from lightning_tricks.checkpoints.atomic_checkpoint_io import wait_for_write
 from lightning_tricks.checkpoints.record import record_or_none
 from lightning_tricks.checkpoints.write_file import clear_staging, put_in_place

@@ -14,21 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import saved_random_states, set_random_state_of
-from lightning_tricks._trainer import (
-    batch_progress,
-    has_default_checkpoint_io,
-    is_a,
-    is_last_step,
-    logging_step,
-    may_save,
-    random_rank,
-    reduce_over_all,
-    run_facts,
-    save_whole_step,
-    unwrapped,
-)
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import batch_progress, logging_step
+from lightning_tricks._trainer.objects import has_default_checkpoint_io, is_a, unwrapped
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import random_rank, reduce_over_all, weights_layout
+from lightning_tricks._trainer.run_length import is_last_step
+from lightning_tricks._trainer.saves import may_save, save_whole_step
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
 from lightning_tricks.guards.checkpoint_content import (
@@ -410,7 +402,6 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record
-        self._folder.begin(path, record)
         try:
             trainer.save_checkpoint(path, weights_only=False)
         finally:
@@ -472,8 +463,12 @@ def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
 
 def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
     """Get the host's memory for the first save ahead of it, where this rank will copy what it holds."""
-    layout, strategy = run_facts(trainer).layout, trainer.strategy
-    if strategy.is_global_zero if layout == "whole" else getattr(strategy, "_save_distributed_checkpoint", False):
+    strategy = trainer.strategy
+    if (
+        strategy.is_global_zero
+        if weights_layout(strategy) == "whole"
+        else getattr(strategy, "_save_distributed_checkpoint", False)
+    ):
         states = [layer.state for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
         leaves = tree_leaves([dict(state) for state in states])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

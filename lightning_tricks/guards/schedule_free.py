@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import around_saves, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.objects import unwrapped
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.saves import around_saves
 from lightning_tricks.guards.averages import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts
 from lightning_tricks.optim.keep_settings_on_load import layers_of

@@ -11,10 +11,12 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import FollowsRollback
-from lightning_tricks._trainer import is_a, is_accumulating, logging_step, may_save
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks._trainer.run_facts import samples_in_words, step_samples
+from lightning_tricks._trainer.saves import may_save
 from lightning_tricks.guards.earlier_states import SavedStates, SnapshotRing, folders_of
 from lightning_tricks.guards.outlier_window import SpikeDetector
 from lightning_tricks.guards.preemption import save

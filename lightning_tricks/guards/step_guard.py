@@ -4,7 +4,6 @@ A step is judged on the device, in the moment between the clip and the optimizer
 optimizer's kernel reads it there. The host hears of it with the values of the logging interval.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,16 +17,17 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, where_read
-from lightning_tricks._trainer import logging_step, optimizer_index, run_facts, unwrapped
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import logging_step
+from lightning_tricks._trainer.objects import optimizer_index, unwrapped
 from lightning_tricks._trainer.refusals import refuse
-from lightning_tricks._trainer.run_facts import step_samples
+from lightning_tricks._trainer.run_facts import enabled_scaler, is_alone, step_samples, weights_layout
 from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
 from lightning_tricks.metrics.metric_buffer import MetricBuffer, OverRanks
 from lightning_tricks.optim import skips_on_device
-from lightning_tricks.optim.grad_scaler import add_overflow, is_scaled
-from lightning_tricks.optim.keep_settings_on_load import layers_of, parts_of
+from lightning_tricks.optim.grad_scaler import add_overflow, refuse_scaled
+from lightning_tricks.optim.keep_settings_on_load import layers_of, options_of, parts_of
 
 __all__ = ["StepGuard"]
 
@@ -62,8 +62,7 @@ def _same_counts(optimizer: Any) -> Iterator[None]:
     It is undone at the end of the step, before anybody saves it; later steps count. What recipe and schedule set stays
     theirs.
     """
-    names = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
-    own = names | {"params", "lr", "initial_lr", "weight_decay"}
+    own = options_of(parts_of(optimizer)) | {"params", "lr", "initial_lr", "weight_decay"}
     before = [{key: value for key, value in group.items() if key not in own} for group in optimizer.param_groups]
 
     def undo(*_: Any) -> None:
@@ -158,10 +157,10 @@ class StepGuard(pl.Callback):
         _refuse_strategy(trainer)
         refuse_lbfgs(trainer, "StepGuard")
         self._reset()
-        facts = run_facts(trainer)
-        self._scaler, self._has_engine = facts.scaler, facts.has_engine
-        self._others_skip = facts.scaler is not None or (facts.has_engine and facts.precision.startswith("16"))
-        self._over_ranks: OverRanks | None = "max" if facts.world > 1 else None
+        self._scaler = enabled_scaler(trainer.precision_plugin)
+        self._has_engine = weights_layout(trainer.strategy) == "engine"
+        self._others_skip = self._scaler is not None or (self._has_engine and str(trainer.precision).startswith("16"))
+        self._over_ranks: OverRanks | None = None if is_alone(trainer) else "max"
         self._buffer = MetricBuffer.of(trainer)
         self._buffer.at_flush(lambda rows: self._skipped.report(rows))
         self._loss = self._buffer.step_loss()
@@ -206,7 +205,7 @@ class StepGuard(pl.Callback):
 
             self._replacements.enter_context(strategy.step_with_veto(veto))
             return
-        _refuse_scaled(trainer, unwrapped(optimizer), self._scaler)
+        refuse_scaled(self._scaler, unwrapped(optimizer), "StepGuard", trainer.precision)
 
     def _judge_step(self, trainer: Any, pl_module: Any, optimizer: Any, norm: Tensor) -> None:
         """Judge the step that comes next, behind its clip."""
@@ -286,16 +285,6 @@ def refuse_lbfgs(trainer: Any, who: str) -> None:
     layers = [layer for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
     if any(isinstance(layer, torch.optim.LBFGS) for layer in layers):
         raise UsageError(f"{who}: LBFGS computes several losses a step; take {who} out, or use AdamW")
-
-
-def _refuse_scaled(trainer: Any, optimizer: Any, scaler: Any) -> None:
-    """Refuse an optimizer whose gradients the scaler has not unscaled."""
-    if scaler is not None and is_scaled(scaler, optimizer):
-        raise UsageError(
-            f"StepGuard: fused {type(optimizer).__name__} under fp16 (trainer.precision={trainer.precision}) "
-            "unscales in its own step: set plugins to FP16Mixed instead of the precision, set fused to false, or "
-            "train in bf16"
-        )
 
 
 # ---- the buffers of a module

@@ -7,8 +7,9 @@ from typing import Any
 from lightning_tricks._core.accumulation import Accumulation
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import data_rank, micro_batch, planned_data_ranks, step_limit
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch, planned_data_ranks
+from lightning_tricks._trainer.run_length import step_limit
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup, refuse_accumulation_of_others
 
 __all__ = ["TotalTokens"]

@@ -13,8 +13,9 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from lightning_tricks._trainer import logging_step, trainer_of
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_only
+from lightning_tricks._trainer.loop import logging_step
+from lightning_tricks._trainer.objects import trainer_of
 
 __all__ = ["ResumingCSVLogger", "ResumingTensorBoardLogger"]
 

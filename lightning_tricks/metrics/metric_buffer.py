@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import (
-    LastStep,
-    hooks_have_batch,
-    is_accumulating,
-    is_alone,
-    logged_in_training,
-    logging_step,
-    steps_between_saves,
-)
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import hooks_have_batch, is_accumulating, logged_in_training, logging_step
+from lightning_tricks._trainer.objects import steps_between_saves
+from lightning_tricks._trainer.run_facts import is_alone
+from lightning_tricks._trainer.run_length import LastStep
 from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
 from lightning_tricks.metrics.step_loss import StepLoss
 from lightning_tricks.metrics.step_norm import StepNorm

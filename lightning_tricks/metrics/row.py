@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._trainer import reduce_over_all
+from lightning_tricks._trainer.run_facts import reduce_over_all
 
 Names = tuple[str, ...]
 TOTAL, COUNT = "_total of ", "_count of "  # prefixes of a mean's name, for its two parts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_tricks._core.tensors import tensors_in, widest
-from lightning_tricks._trainer import enabled_scaler
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim.grad_scaler import loss_scale
 

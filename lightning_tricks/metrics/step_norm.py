@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import clip_hook, enabled_scaler, unwrapped
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import clip_hook, unwrapped
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.mixins.gradient_clipping_mixin import GradientClippingMixin
 from lightning_tricks.mixins.token_mean_mixin import TokenMeanMixin
 from lightning_tricks.optim.clip import clip_grad_norm, clip_parameters_by_norm

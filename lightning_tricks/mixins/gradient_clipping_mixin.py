@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import enabled_scaler, weights_layout
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import enabled_scaler, weights_layout
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_value
-from lightning_tricks.optim.grad_scaler import is_scaled
+from lightning_tricks.optim.grad_scaler import refuse_scaled
 
 __all__ = ["GradientClippingMixin"]
 
@@ -47,20 +46,11 @@ class GradientClippingMixin(Mixin):
         if weights_layout(strategy) in ("engine", "foreign engine"):
             return
         refuse("the gradient norm", strategy, "GradientClippingMixin:")
-        self._refuse_unreadable_gradients(optimizer)
+        scaler = enabled_scaler(self.trainer.precision_plugin)
+        refuse_scaled(scaler, optimizer, "GradientClippingMixin", self.trainer.precision)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)
         max_norm = None if by_value else gradient_clip_val or None  # 0: no clipping, as in Lightning
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.grad_norm = clip_grad_norm(parameters, max_norm)
         if by_value:
             clip_grad_value(parameters, gradient_clip_val or 0.0)
-
-    def _refuse_unreadable_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        scaler = enabled_scaler(self.trainer.precision_plugin)
-        # Lightning lets such an optimizer unscale in its own step: until then its gradients carry the scale
-        unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        if unscales and is_scaled(scaler, optimizer):
-            raise UsageError(
-                f"fused {type(optimizer).__name__} under fp16 (trainer.precision={self.trainer.precision}) cannot be "
-                "clipped: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"
-            )

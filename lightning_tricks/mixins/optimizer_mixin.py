@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import equal_replicas, is_a, run_length, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.run_facts import equal_replicas, weights_layout
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.checkpoints.check_checkpoint import check_training_state
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.mixins._plain_settings import from_plain, rules_of, setting_of, shown, to_plain

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local, where_read
-from lightning_tricks._trainer import is_accumulating, loss_ranks, weights_layout
+from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import loss_ranks, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
 __all__ = ["TokenMeanMixin"]

@@ -6,9 +6,9 @@ Name the family and the settings that differ from its defaults, which are those 
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 
 __all__ = ["GPT2", "DecoderConfig", "Llama"]
 
@@ -82,8 +82,7 @@ class DecoderConfig(abc.ABC):
             value = getattr(self, name)
             if not (0 < value < math.inf):
                 raise UsageError(f"{name}={value}: give a positive number")
-        if self.activation not in get_args(Activation):
-            raise UsageError(f"activation={self.activation!r}: give one of {', '.join(get_args(Activation))}")
+        check_choice("activation", self.activation, Activation)
         if self.d_model % self.n_heads:
             raise UsageError(f"d_model={self.d_model} is no multiple of n_heads={self.n_heads}: change one of them")
         if self.n_heads % self.kv_heads:

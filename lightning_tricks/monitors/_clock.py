@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._dynamo.callback import callback_handler
 
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import around_saves, fetch_hooks
+from lightning_tricks._trainer.loop import fetch_hooks
+from lightning_tricks._trainer.saves import around_saves
 
 clock = time.perf_counter
 

@@ -1,7 +1,8 @@
 """Hooks that measure modules of any model while they run, and leave the graphs of torch.compile as they are."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,77 +10,85 @@ from torch import nn
 
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import compiled_steps, is_accumulating
-from lightning_tricks._trainer.lightning import WarnOnce
+from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import compiled_steps
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 Calls = Callable[[nn.Module, Callable[..., None]], AbstractContextManager]  # before_calls or after_calls
 
 
-class ModuleWatch:
-    """The measurements that a monitor makes of modules in the last micro-batch of a log step, by name.
+class ModuleMonitor(pl.Callback):
+    """Base of the monitors that measure modules, by name, in the last micro-batch of a log step.
+
+    A subclass calls `begin_fit` in `on_fit_start`, `watch` in the function that it gives there, and `end_batch` at the
+    end of each micro-batch.
 
     Args:
         warning: the line that says what cannot be measured, with `{}` for the reason.
     """
 
     def __init__(self, warning: str) -> None:
-        self.found: dict[str, Any] = {}
-        self.is_open = False
-        self.hooks = ExitStack()  # closed by `stop`
+        self._names: list[str] = []  # of the modules that are watched
+        self._found: dict[str, Any] = {}
+        self._measures = False
+        self._hooks = ExitStack()
         self._attach: Callable[[], None] | None = None
         self._warning, self._warn_once = warning, WarnOnce()
 
-    def at_first_batch(self, attach: Callable[[], None]) -> None:
-        """Call `attach`, which enters `hooks`, before the first batch: any hook before it may still compile modules."""
-        self._attach = attach
+    def begin_fit(self, trainer: Any, attach: Callable[[], None]) -> None:
+        """Find the buffer; call `attach` before the first batch: any hook before it may still compile modules."""
+        self._buffer, self._attach = MetricBuffer.of(trainer), attach
 
-    def start_batch(self, trainer: Any, buffer: MetricBuffer) -> None:
-        """Forget the last measurements, and measure in this micro-batch if it is the last one of a log step."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Measure in the last micro-batch of a log step."""
         if self._attach is not None:
             attach, self._attach = self._attach, None
             attach()
-        self.found = {}
-        self.is_open = not is_accumulating(trainer) and buffer.is_log_step()
+        self._found = {}
+        self._measures = not is_accumulating(trainer) and self._buffer.is_log_step()
 
-    def end_batch(self, expected: Collection[str], unseen: str) -> dict[str, Any] | None:
-        """The measurements of this micro-batch; None if nothing was to be measured in it, or nothing is `expected`.
+    def end_batch(self, unseen: str) -> dict[str, Any] | None:
+        """The measurements of this micro-batch; None if nothing was to be measured in it, or nothing is watched.
 
-        Warns with the reason `unseen` if none of the expected modules was seen.
+        Warns with the reason `unseen` if none of the watched modules was seen.
         """
-        was_open, self.is_open = self.is_open, False
-        if not was_open or not expected:
+        measured, self._measures = self._measures, False
+        if not measured or not self._names:
             return None
-        if not self.found:
+        if not self._found:
             self.warn(unseen)
-        return self.found
+        return self._found
 
-    def measuring(
-        self, name: str, module: nn.Module, calls: Calls, measure: Callable[..., Any]
-    ) -> AbstractContextManager:
-        """A context in which `measure` runs at the module's first call of each micro-batch that is measured.
+    def watch(self, modules: dict[str, nn.Module], calls: Calls, measure: Callable[..., Any]) -> None:
+        """Run `measure(module, ...)` at the first call of each module in each micro-batch that is measured.
 
-        Its result, unless None, is kept in `found` under `name`. If a compiled module may be around this one, enter the
-        context in `hooks`, for the whole fit: each hook that comes or goes would make torch.compile compile again.
+        Its result, unless None, is kept under the module's name. A compiled module may be around one of them, so the
+        hooks stay for the whole fit: each that comes or goes would make torch.compile compile again.
         """
+        self._names = list(modules)
+        for name, module in modules.items():
+            self._hooks.enter_context(calls(module, partial(self._see, name, partial(measure, module))))
 
-        def see(*call: Any) -> None:
-            if self.is_open and name not in self.found:
-                with measuring_in_forward():
-                    measured = measure(*call)
-                if measured is not None:
-                    self.found[name] = measured
-
-        return calls(module, see)
+    def _see(self, name: str, measure: Callable[..., Any], *call: Any) -> None:
+        if self._measures and name not in self._found:
+            with measuring_in_forward():
+                measured = measure(*call)
+            if measured is not None:
+                self._found[name] = measured
 
     def warn(self, reason: str) -> None:
         """Say once what is not measured."""
         self._warn_once("", self._warning.format(reason))
 
-    def stop(self) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the model as it was."""
-        self.is_open, self._attach = False, None
-        self.hooks.close()
+        self._measures, self._attach = False, None
+        self._hooks.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self.on_fit_end(trainer, pl_module)
 
 
 @contextmanager

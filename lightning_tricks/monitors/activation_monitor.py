@@ -1,18 +1,16 @@
 """Log the output of each block: its size, its zeros, and whether it is still finite."""
 
-from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import find_blocks, match_modules
-from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.metrics.metric_buffer import MetricBuffer
-from lightning_tricks.monitors._module_calls import ModuleWatch, after_calls, outside_compiled
+from lightning_tricks._core.tensors import tensors_in
+from lightning_tricks._trainer.lightning import Module, Trainer
+from lightning_tricks.monitors._module_calls import ModuleMonitor, after_calls, outside_compiled
 
 __all__ = ["ActivationMonitor"]
 
@@ -39,22 +37,11 @@ def activation_stats(x: Tensor) -> Tensor:
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The first floating-point tensor, not empty, in a tensor, sequence or mapping; of a DTensor its local part."""
-    if isinstance(output, DTensor):
-        output = output.to_local()
-    if isinstance(output, Tensor):
-        usable = output.is_floating_point() and output.layout == torch.strided and not output.is_nested
-        usable = usable and output.numel() > 0
-        return output.detach() if usable else None
-    if isinstance(output, Mapping):
-        output = output.values()
-    elif not isinstance(output, (tuple, list)):
-        return None
-    items: Iterable[Any] = output
-    return next((tensor for item in items if (tensor := first_tensor(item)) is not None), None)
+    """The first dense floating-point tensor in an output, not empty; of a DTensor its local part."""
+    return next((tensor.detach() for tensor in tensors_in(output) if tensor.is_floating_point()), None)
 
 
-class ActivationMonitor(pl.Callback):
+class ActivationMonitor(ModuleMonitor):
     r"""Record the size of each block's output, its zeros and non-finite values on log steps. Never changes training.
 
     For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of the first
@@ -77,35 +64,26 @@ class ActivationMonitor(pl.Callback):
     def __init__(self, blocks: list[str] | None = None) -> None:
         if blocks is not None and (isinstance(blocks, str) or not blocks):
             raise UsageError(f"ActivationMonitor.blocks={blocks!r}: give a list of names or patterns, or leave it out")
+        super().__init__("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
         self.blocks = blocks
-        self._names: list[str] = []
-        self._watch = ModuleWatch("ActivationMonitor records nothing: {}; if you use torch.compile, compile each block")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the blocks."""
-        self._buffer = MetricBuffer.of(trainer)
         if self.blocks is None:
             blocks = find_blocks(pl_module)
         else:
             blocks = match_modules(pl_module, self.blocks, "ActivationMonitor.blocks")
-        self._watch.at_first_batch(partial(self._watch_blocks, pl_module, blocks))
+        self.begin_fit(trainer, partial(self._watch_blocks, pl_module, blocks))
 
     def _watch_blocks(self, pl_module: Module, blocks: dict[str, nn.Module]) -> None:
-        blocks = outside_compiled(pl_module, blocks)
-        self._names = list(blocks)
-        if not blocks:
-            self._watch.warn("its blocks are inside a model that is compiled as a whole")
-        for name, block in blocks.items():
-            self._watch.hooks.enter_context(self._watch.measuring(name, block, after_calls, _stats_of))
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Measure in the last micro-batch of a log step."""
-        self._watch.start_batch(trainer, self._buffer)
+        self.watch(outside_compiled(pl_module, blocks), after_calls, _stats_of)
+        if not self._names:
+            self.warn("its blocks are inside a model that is compiled as a whole")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the measurements of a log step."""
         example = ", ".join(self._names[:1])
-        found = self._watch.end_batch(self._names, f"no block ({example}, ...) ran where it can be seen")
+        found = self.end_batch(f"no block ({example}, ...) ran where it can be seen")
         if found is None:
             return
         for name, stats in found.items():
@@ -113,15 +91,7 @@ class ActivationMonitor(pl.Callback):
         nonfinite = {f"activations/{name}/{STATS[3]}": stats[3] for name, stats in found.items()}
         self._buffer.record_largest([f"activations/{name}/{STATS[3]}" for name in self._names], nonfinite)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Leave the model as it was."""
-        self._watch.stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Leave the model as it was."""
-        self._watch.stop()
-
-
-def _stats_of(output: Any) -> Tensor | None:
+def _stats_of(block: nn.Module, output: Any) -> Tensor | None:
     tensor = first_tensor(output)
     return None if tensor is None else activation_stats(tensor)

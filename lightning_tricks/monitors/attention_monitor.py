@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_tricks._core.find_modules import named_submodules
-from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.metrics.metric_buffer import MetricBuffer
-from lightning_tricks.monitors._module_calls import ModuleWatch, before_calls, outside_compiled
+from lightning_tricks._trainer.lightning import Module, Trainer
+from lightning_tricks.monitors._module_calls import ModuleMonitor, before_calls, outside_compiled
 
 __all__ = ["AttentionMonitor"]
 
@@ -25,7 +24,7 @@ def modules_with_max_logit(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-class AttentionMonitor(pl.Callback):
+class AttentionMonitor(ModuleMonitor):
     """Record the largest attention logit of each block on each log step. Never changes training.
 
     `attention/<block>/max_logit` is the largest scaled product of a query and a key that the mask lets meet, in the
@@ -42,46 +41,28 @@ class AttentionMonitor(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._watch = ModuleWatch("AttentionMonitor records nothing: {}")
+        super().__init__("AttentionMonitor records nothing: {}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Watch the modules with the method from the first batch."""
-        self._buffer = MetricBuffer.of(trainer)
-        self._watch.at_first_batch(partial(self._watch_modules, pl_module))
+        self.begin_fit(trainer, partial(self._watch_modules, pl_module))
 
     def _watch_modules(self, pl_module: Module) -> None:
         with_method = modules_with_max_logit(pl_module)
-        modules = outside_compiled(pl_module, with_method)
-        self._names = list(modules)
+        self.watch(outside_compiled(pl_module, with_method), before_calls, _max_logit)
         if not with_method:
-            self._watch.warn(f"no module of {type(pl_module).__name__} has a method {METHOD}")
-        elif not modules:
-            self._watch.warn("its blocks are inside a model that is compiled as a whole; compile each block instead")
-        for name, module in modules.items():
-            measuring = self._watch.measuring(name, module, before_calls, partial(_max_logit, module))
-            self._watch.hooks.enter_context(measuring)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        """Measure in the last micro-batch of a log step."""
-        self._watch.start_batch(trainer, self._buffer)
+            self.warn(f"no module of {type(pl_module).__name__} has a method {METHOD}")
+        elif not self._names:
+            self.warn("its blocks are inside a model that is compiled as a whole; compile each block instead")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the measurements of a log step."""
         unseen = "no block ran where it can be seen; if you use torch.compile, compile each block"
-        found = self._watch.end_batch(self._names, unseen)
+        found = self.end_batch(unseen)
         if found is None:
             return
         logits = {f"attention/{name}/max_logit": logit for name, logit in found.items()}
         self._buffer.record_largest([f"attention/{name}/max_logit" for name in self._names], logits)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Leave the model as it was."""
-        self._watch.stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Leave the model as it was."""
-        self._watch.stop()
 
 
 def _max_logit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

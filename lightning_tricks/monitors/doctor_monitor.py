@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_tricks._trainer import is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
 from lightning_tricks.logs.finding import MIN_POINTS, Finding
 from lightning_tricks.logs.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.logs.run_log import RunLog, Series

@@ -13,8 +13,8 @@ from typing import Any
 
 from lightning_tricks._core.foreign_files import is_inside, parse_json, read_text
 from lightning_tricks._host.process import process_age
-from lightning_tricks._trainer import is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_info
+from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import (

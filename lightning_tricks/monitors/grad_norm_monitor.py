@@ -3,16 +3,18 @@
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import check_choice
 from lightning_tricks._core.find_modules import clean_name, find_blocks
-from lightning_tricks._trainer import is_accumulating, optimizer_index, weights_layout
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import optimizer_index
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import grad_norms_of
@@ -74,8 +76,8 @@ class GradNormMonitor(pl.Callback):
     """
 
     def __init__(self, per: Parts | None = None) -> None:
-        if per is not None and per not in get_args(Parts):
-            raise UsageError(f"per={per!r}: give one of {', '.join(get_args(Parts))}, or none")
+        if per is not None:
+            check_choice("per", per, Parts, ", or none")
         self.per = per
         self._parts: Measured = {}  # of the step
         self._largest: Measured = {}  # of the batch

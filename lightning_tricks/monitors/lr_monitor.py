@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._trainer import optimizer_index
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.objects import optimizer_index
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 __all__ = ["LRMonitor"]

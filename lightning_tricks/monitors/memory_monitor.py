@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._trainer import is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 __all__ = ["MemoryMonitor"]

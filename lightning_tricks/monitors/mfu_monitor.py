@@ -3,19 +3,22 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.protocols import KnowsFlops, KnowsPeak
-from lightning_tricks._trainer import data_rank, is_accumulating, logging_step
+from lightning_tricks._core.tensors import named_tensors_in
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.accounting.device_speed import device_peak
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
+from lightning_tricks.accounting.flops import Attention
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.monitors._clock import Stopwatch, compilations_timed, fence, saves_timed
@@ -47,7 +50,7 @@ def contents_of(module: Any, batch: Any) -> Contents:
     ones count instead. If the first tensor of the batch is an image, (B, C, H, W), only the names are looked at:
     integers beside an image are labels.
     """
-    tensors = list(_tensors(batch))
+    tensors = list(named_tensors_in(batch))
     rows, length = _token_shape(tensors)
     own = getattr(module, "tokens_in", None)
     masks = [tensor for name, tensor in tensors if name == "attention_mask" and not tensor.is_floating_point()]
@@ -56,24 +59,6 @@ def contents_of(module: Any, batch: Any) -> Contents:
     positions = rows * length if isinstance(tokens, Tensor) else tokens
     samples = next((tensor.shape[0] for _, tensor in tensors if tensor.dim()), 0)
     return Contents(tokens, positions, length, samples)
-
-
-def _tensors(batch: Any, name: Any = None) -> Iterator[tuple[Any, Tensor]]:
-    """Every tensor in dicts, lists, tuples and dataclasses with its key or field, depth first."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-        return
-    parts: Any = ()
-    if isinstance(batch, Mapping):
-        parts = batch.items()
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        parts = zip(batch._fields, batch, strict=True)
-    elif isinstance(batch, list | tuple):
-        parts = ((name, value) for value in batch)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        parts = ((field.name, getattr(batch, field.name, None)) for field in dataclasses.fields(batch))
-    for key, value in parts:
-        yield from _tensors(value, key)
 
 
 def _token_shape(tensors: list[tuple[Any, Tensor]]) -> tuple[int, int]:
@@ -230,7 +215,7 @@ class MFUMonitor(pl.Callback):
         flops_per_token: float | None = None,
         flops_per_sample: float | None = None,
         peak_flops: float | None = None,
-        attention: Literal["causal", "full"] = "causal",
+        attention: Attention = "causal",
     ) -> None:
         given = {"flops_per_token": flops_per_token, "flops_per_sample": flops_per_sample, "peak_flops": peak_flops}
         for name, value in given.items():
@@ -238,8 +223,7 @@ class MFUMonitor(pl.Callback):
                 raise UsageError(f"{name}={value}: give a positive number")
         if flops_per_token and flops_per_sample:
             raise UsageError(f"flops_per_sample={flops_per_sample}: leave it out where flops_per_token is given")
-        if attention not in ("causal", "full"):
-            raise UsageError(f"attention={attention!r}: give one of causal, full")
+        check_choice("attention", attention, Attention)
         self.flops_per_token, self.flops_per_sample = flops_per_token, flops_per_sample
         self.peak_flops, self.attention = peak_flops, attention
         self._tokens: Tensor | float = 0  # in the current step

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._trainer import enabled_scaler, is_accumulating
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.optim.grad_scaler import loss_scale
 

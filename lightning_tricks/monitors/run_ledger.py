@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_tricks._core.accumulation import accumulation
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import gather
-from lightning_tricks._trainer import folder_of_run, hooks_have_batch, is_accumulating, logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
-from lightning_tricks._trainer.run_facts import RunFacts, enabled_scaler, run_facts, step_samples
+from lightning_tricks._trainer.loop import hooks_have_batch, is_accumulating, logging_step
+from lightning_tricks._trainer.objects import folder_of_run
+from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, step_samples, weights_layout
 from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -156,7 +157,7 @@ class RunLedger(pl.Callback):
 
     def _begin(self) -> None:
         """Reset the state that belongs to one fit."""
-        self._facts: RunFacts | None = None  # once the line `start` is written
+        self._started = False  # whether the line `start` is written
         self._file: LedgerFile | None = None  # on rank 0
         self._weights: WeightSum | None = None
         self._counted: list[int] = []  # ranks whose batches make the global batch
@@ -187,7 +188,7 @@ class RunLedger(pl.Callback):
         """Sum the batch; before the first one, write the line `start`."""
         if self._off:
             return
-        if self._facts is None:
+        if not self._started:
             self._start(trainer, pl_module)
         number = logging_step(trainer)
         if number not in self._steps:
@@ -219,18 +220,19 @@ class RunLedger(pl.Callback):
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         """Open the file and write the line `start`; reads the device once."""
-        facts = self._facts = run_facts(trainer)
-        self._find_weights(pl_module, facts)
+        self._started, self._world = True, trainer.world_size
+        self._data_rank, self._data_ranks = data_rank(trainer)
+        self._find_weights(trainer, pl_module)
         total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
         place = _ledger_path(self.path, trainer)
-        everyones = self._gather((total, facts.data_rank, self._open(place) if facts.rank == 0 else ""))
+        everyones = self._gather((total, self._data_rank, self._open(place) if trainer.is_global_zero else ""))
         totals, ranks, errors = zip(*everyones, strict=True)
         if errors[0]:
             raise UsageError(errors[0])
-        self._counted = [ranks.index(each) for each in range(facts.data_ranks)]
+        self._counted = [ranks.index(each) for each in range(self._data_ranks)]
         if self._file is not None:
             weights = f"{sum(totals) % MODULUS:016x}" if self._weights is not None else None
-            self._file.append([self._start_line(trainer, facts, weights)])
+            self._file.append([self._start_line(trainer, weights)])
 
     def _open(self, path: Path) -> str:
         """Open the file. Returns the error line, which every rank raises; empty if there is no error."""
@@ -242,25 +244,27 @@ class RunLedger(pl.Callback):
             return f"RunLedger.path={path}: cannot be written ({error.strerror or error}): name another file"
         return ""
 
-    def _find_weights(self, pl_module: Any, facts: RunFacts) -> None:
-        if facts.layout == "flat":
-            rank_zero_warn(f"RunLedger: {facts.strategy} holds no parameter whole: the ledger has no weights")
+    def _find_weights(self, trainer: Any, pl_module: Any) -> None:
+        if weights_layout(trainer.strategy) == "flat":
+            rank_zero_warn(
+                f"RunLedger: {type(trainer.strategy).__name__} holds no parameter whole: the ledger has no weights"
+            )
             return
-        weights = WeightSum(pl_module, self.cover_weights_in_steps, facts.rank)
+        weights = WeightSum(pl_module, self.cover_weights_in_steps, trainer.global_rank)
         self._weights = weights if weights.recorded else None
         if missing := weights.left_out:
             names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
             rank_zero_warn(f"RunLedger: {len(missing)} parameters cannot be read and are not in the ledger: {names}")
 
-    def _start_line(self, trainer: Any, facts: RunFacts, weights: str | None) -> dict[str, Any]:
+    def _start_line(self, trainer: Any, weights: str | None) -> dict[str, Any]:
         device = trainer.strategy.root_device
         return {
             "start": logging_step(trainer),
-            "processes": facts.world,
-            "data_ranks": facts.data_ranks,
+            "processes": self._world,
+            "data_ranks": self._data_ranks,
             "micro_batches": accumulation(trainer).micro_batches[-1],
-            "strategy": facts.strategy,
-            "precision": facts.precision,
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "parts": self._weights and self._weights.parts,
@@ -278,11 +282,10 @@ class RunLedger(pl.Callback):
         rows = [row for row in rows if _DONE in row.values and row.step in self._steps]
         if not rows:
             return {}
-        assert self._facts is not None
         steps = [self._steps.pop(row.step) for row in rows]
-        everyones = self._gather(self._own_values(steps, self._facts))
+        everyones = self._gather(self._own_values(steps))
         if self._file is not None:
-            silent = [None] * (self._facts.world - len(everyones))
+            silent = [None] * (self._world - len(everyones))
             losses = [None if silent else row.values.get(LOSS) for row in rows]  # of rank 0 alone, after a failure
             lines = zip(rows, steps, losses, zip(*everyones, strict=True), strict=True)
             self._file.append(
@@ -291,8 +294,7 @@ class RunLedger(pl.Callback):
             )
         return {}
 
-    @staticmethod
-    def _own_values(steps: list[_Step], facts: RunFacts) -> list[RankValues]:
+    def _own_values(self, steps: list[_Step]) -> list[RankValues]:
         """The values of this rank; reads the device once."""
         waiting = [
             own for step in steps for own in (*chain(*step.batch), step.optimizer, step.weights) if own is not None
@@ -301,7 +303,7 @@ class RunLedger(pl.Callback):
         found = []
         for step in steps:
             sums = [sum(next(numbers) for _ in of_tensors) for of_tensors in step.batch]
-            batch = step_sum(sums, step.rows, facts.data_rank, facts.data_ranks) if any(step.batch) else None
+            batch = step_sum(sums, step.rows, self._data_rank, self._data_ranks) if any(step.batch) else None
             states = (None if own is None else next(numbers) for own in (step.optimizer, step.weights))
             found.append(RankValues(batch, *step.random, *states))
         return found

@@ -14,8 +14,10 @@ from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._core.quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
 from lightning_tricks._core.tensors import whole_numel
-from lightning_tricks._trainer import folder_of_run, is_a, logging_step, run_length, shows_hp_metric
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, pl
+from lightning_tricks._trainer.loop import logging_step
+from lightning_tricks._trainer.objects import folder_of_run, is_a, shows_hp_metric
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.loggers.resuming_loggers import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_tricks._trainer import is_accumulating, logging_step, run_length
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.logs.table import human
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOGGED
@@ -27,11 +28,6 @@ def hours_minutes_seconds(seconds: float) -> str:
 def decimals(value: float, digits: int) -> str:
     """Fixed decimals, or an exponent where fewer than two significant digits would be left: 0.0001 -> '1.00e-04'."""
     return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
-
-
-def total_steps(trainer: Trainer) -> int:
-    """The optimizer step at which training ends by `max_steps` or `max_epochs`; 0 where that is not known."""
-    return run_length(trainer) or 0
 
 
 def _loss(value: float) -> str:
@@ -113,12 +109,12 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Find the end: an epoch may bring other data than the one before."""
-        self._total = total_steps(trainer)
+        self._total = run_length(trainer) or 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Print the finished interval: only now has the module logged its own metrics."""
         if self._total is None:
-            self._total = total_steps(trainer)
+            self._total = run_length(trainer) or 0
         elif trainer.max_steps != self._max_steps:
             self._total = trainer.max_steps  # a callback has moved the end of the run
         self._max_steps = trainer.max_steps

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.find_modules import check_pattern, clean_name, repeated_blocks
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks.logs.table import lines_of
@@ -60,8 +60,8 @@ class ParamRule:
         if not self.pattern and self.role is None:
             raise UsageError("ParamRule: it has neither pattern nor role: say which parameters it is for")
         check_pattern(self.pattern, "ParamRule")
-        if self.role is not None and self.role not in get_args(Role):
-            raise UsageError(f"ParamRule.role={self.role!r}: give one of {', '.join(get_args(Role))}")
+        if self.role is not None:
+            check_choice("ParamRule.role", self.role, Role)
         for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise UsageError(f"ParamRule.{option}={value!r} ({self.in_words()}): give a finite number >= 0")

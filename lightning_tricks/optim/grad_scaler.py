@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local, where_read
 
@@ -25,6 +26,15 @@ def loss_scale(scaler: GradScaler) -> Tensor | None:
 def is_scaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether the gradients of `optimizer` still carry the scale: nobody unscaled them since the scaler's update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
+
+
+def refuse_scaled(scaler: GradScaler | None, optimizer: Optimizer, who: str, precision: Any) -> None:
+    """Refuse an optimizer whose gradients the scaler has not unscaled: Lightning lets a fused one do it in its step."""
+    if scaler is not None and is_scaled(scaler, optimizer):
+        raise UsageError(
+            f"{who}: fused {type(optimizer).__name__} under fp16 (trainer.precision={precision}) unscales in its own "
+            "step: set plugins to FP16Mixed instead of the precision, set fused to false, or train in bf16"
+        )
 
 
 def has_overflowed(scaler: GradScaler, optimizer: Optimizer) -> bool:

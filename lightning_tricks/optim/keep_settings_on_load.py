@@ -6,7 +6,7 @@ checkpoint may hold plain fp32 values instead, which torch would load as they ar
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
@@ -35,6 +35,11 @@ def layers_of(optimizer: Any) -> list[Any]:
     return layers
 
 
+def options_of(optimizers: Iterable[Optimizer]) -> set[str]:
+    """The arguments of the constructors of optimizers, which stand in their groups."""
+    return {option for one in optimizers for option in inspect.signature(type(one)).parameters} - {"params"}
+
+
 def keep_settings_on_load(optimizer: Optimizer) -> Optimizer:
     """Guard every later `optimizer.load_state_dict`; without Lightning too. Returns the optimizer.
 
@@ -51,8 +56,7 @@ def keep_settings_on_load(optimizer: Optimizer) -> Optimizer:
     Raises:
         UsageError: at load: naming the first difference between the checkpoint's parameters and these.
     """
-    options = {option for part in parts_of(optimizer) for option in inspect.signature(type(part)).parameters}
-    settings = (_OURS | options) - {"params"}
+    settings = _OURS | options_of(parts_of(optimizer))
 
     def settings_of(group: dict[str, Any]) -> dict[str, Any]:
         peak = {"lr": group["initial_lr"]} if "initial_lr" in group else {}  # a schedule has changed the lr itself

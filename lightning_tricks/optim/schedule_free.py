@@ -27,11 +27,8 @@ def schedule_free_parts(optimizer: Optimizer) -> list[Any]:
         >>> schedule_free_parts(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
         []
     """
-    return [part for part in parts_of(optimizer) if _is_schedule_free(part)]
-
-
-def _is_schedule_free(optimizer: Any) -> bool:
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    names = ("train", "eval")
+    return [part for part in parts_of(optimizer) if all(callable(getattr(part, name, None)) for name in names)]
 
 
 def has_trained_weights(optimizer: Any) -> bool:

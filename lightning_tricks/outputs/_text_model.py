@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import planned_data_ranks
+from lightning_tricks._trainer.run_facts import planned_data_ranks
 from lightning_tricks.data.tokenizer import end_of_text
 
 

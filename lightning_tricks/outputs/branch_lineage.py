@@ -3,8 +3,8 @@
 from typing import Any
 
 from lightning_tricks._core.quote import markdown_text, say
-from lightning_tricks._trainer import logging_step
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import logging_step
 
 __all__ = ["BranchLineage"]
 

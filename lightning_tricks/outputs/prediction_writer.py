@@ -9,8 +9,8 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
+from lightning_tricks._trainer.run_facts import data_rank
 
 __all__ = ["PredictionWriter"]
 

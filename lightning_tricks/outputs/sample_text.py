@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable
-from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks.models import Sampling
 from lightning_tricks.models.generate import continue_rows
 from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows

@@ -8,13 +8,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 
 Mode = Literal["none", "cheap", "selective", "full"]
 
@@ -42,8 +42,7 @@ def check_mode(mode: Mode | None) -> Mode:
     Raises:
         UsageError: `mode` is another word.
     """
-    if mode is not None and mode not in get_args(Mode):
-        raise UsageError(f"activation_checkpointing={mode!r}: give one of {', '.join(get_args(Mode))}")
+    check_choice("activation_checkpointing", mode or "none", Mode)
     return mode or "none"
 
 

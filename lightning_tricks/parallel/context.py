@@ -1,13 +1,13 @@
 """Parts of each row on several ranks (context parallelism): the positions of a rank, and how it sees the others."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 
 Method = Literal["gather", "ulysses"]
 
@@ -52,7 +52,8 @@ class ContextParallel:
 
     def __init__(self, group: Any, device: str, method: Method = "gather") -> None:
         self.mesh = DeviceMesh.from_group(group, device)
-        self.method = check_method(method)
+        check_choice("context_method", method, Method)
+        self.method = method
         self.ranks, self.rank = group.size(), group.rank()
         self._positions: dict[tuple[int, torch.device], Tensor] = {}
         self._places: dict[torch.device, Tensor] = {}
@@ -106,14 +107,3 @@ class ContextParallel:
             self._places[gathered.device] = torch.tensor(places, device=gathered.device)
         pieces = gathered.unflatten(dim, (2 * ranks, -1))
         return pieces.index_select(dim, self._places[gathered.device]).flatten(dim, dim + 1)
-
-
-def check_method(method: str) -> Any:
-    """`method`.
-
-    Raises:
-        UsageError: another word than `gather` and `ulysses`.
-    """
-    if method not in get_args(Method):
-        raise UsageError(f"context_method={method!r}: give one of {', '.join(get_args(Method))}")
-    return method

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import rank_zero_info
+from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks.accounting import device_speed
 from lightning_tricks.accounting.device_speed import has_fast_bf16
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks._trainer.refusals import refuse
 
 __all__ = ["BF16Mixed"]

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.find_modules import bound_to_buffers
-from lightning_tricks._trainer import trainer_of
+from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.find_modules import check_pattern, clean_name
-from lightning_tricks._trainer import trainer_of
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import head_weights
@@ -186,8 +186,7 @@ class Float8(pl.plugins.Precision):
         allow_eager: bool = False,
     ) -> None:
         for option, value, known in (("recipe", recipe, Recipe), ("base", base, Base)):
-            if value not in get_args(known):
-                raise UsageError(f"Float8.{option}={value!r}: give one of {', '.join(get_args(known))}")
+            check_choice(f"Float8.{option}", value, known)
         if isinstance(exclude, str):
             raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
         self.exclude = tuple(exclude)

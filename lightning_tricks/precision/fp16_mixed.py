@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import trainer_of, unwrapped
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import trainer_of, unwrapped
 from lightning_tricks.optim.grad_scaler import drop_unfinished, has_overflowed, unscale
 from lightning_tricks.precision.bf16_mixed import AutocastPrecision
 

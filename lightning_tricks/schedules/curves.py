@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, cast
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 
 __all__ = [
     "CosineRestarts",
@@ -431,9 +431,7 @@ class WarmupStableDecay(_DecaysAfterThePeak):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shapes = ("linear", "cosine", "1-sqrt")
-        if self.decay_shape not in shapes:
-            raise UsageError(f"WarmupStableDecay.decay_shape={self.decay_shape!r}: give one of {', '.join(shapes)}")
+        check_choice("WarmupStableDecay.decay_shape", self.decay_shape, Literal["linear", "cosine", "1-sqrt"])
 
 
 @dataclass(frozen=True, kw_only=True)

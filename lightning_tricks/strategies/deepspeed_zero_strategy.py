@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import whole_numel
-from lightning_tricks._trainer import configured_optimizers, is_a, is_accumulating
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import configured_optimizers, is_a
 from lightning_tricks._trainer.refusals import refuse
 from lightning_tricks.checkpoints.load_weights import differing_weights
 from lightning_tricks.checkpoints.record import record_of

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import FSDP2Strategy, LanguageModel, ParamRule
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume, LRScalingRule
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.guards.batch_size_warmup import LearningRates, doubling, first_steps
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.models import Llama
-from lightning_tricks.monitors.training_progress_bar import total_steps
 from lightning_tricks.schedules import WarmupCosine
 
 SIZES = [1, 1, 1, 2, 2, 4, 4, 4]  # of the steps under STAGES
@@ -131,7 +131,7 @@ def test_an_epochs_last_step_is_short_and_the_next_epoch_begins_a_step():
     module = Foreign()
     trainer = fit(module, BatchSizeWarmup({0: 1, 2: 2, 4: 4}), data=rows(14), max_steps=-1, max_epochs=3).trainer
     assert sizes(module) == [1, 1, 2, 2, 1, 4, 3, 4, 3]
-    assert total_steps(trainer) == 9 == trainer.global_step
+    assert run_length(trainer) == 9 == trainer.global_step
 
 
 def test_a_micro_batch_of_none_moves_no_step_boundary():

@@ -88,9 +88,6 @@ import multiprocessing, signal, subprocess, threading
 from lightning_tricks._host import exit as _exit
 
 _exit.CHILDREN_SECONDS = 0.2
-_exit.call_before_exit(lambda: print("goodbye"))
-_exit.call_before_exit(lambda: 1 / 0)
-_exit.call_before_exit(lambda: print("not called"))()
 worker = multiprocessing.get_context("fork").Process(target=signal.pause)
 worker.start()
 child = subprocess.Popen(["sleep", "1000"])
@@ -99,9 +96,9 @@ threading.Event().wait()  # the main thread is stuck
 """
 
 
-def test_end_now_ends_a_process_with_its_workers_and_children_and_says_goodbye(tmp_path):
+def test_end_now_ends_a_process_with_its_workers_and_children(tmp_path):
     done = subprocess.run([python(), "-c", ENDS], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (3, "goodbye\n"), done.stderr
+    assert done.returncode == 3, done.stderr
     assert left_over(tmp_path) == []
 
 

@@ -88,7 +88,9 @@ def scaled():
 
 @pytest.mark.parametrize("value", [1.0, None])
 def test_a_fused_optimizer_under_fp16_is_refused_in_one_line(value):
-    with pytest.raises(UsageError, match=r"^fused AdamW under fp16 \(trainer\.precision=16-mixed\)[^\n]*$"):
+    with pytest.raises(
+        UsageError, match=r"^GradientClippingMixin: fused AdamW under fp16 \(trainer\.precision=16-mixed\)[^\n]*$"
+    ):
         fit(Model(fused=True), plugins=[scaled()], gradient_clip_val=value)
 
 

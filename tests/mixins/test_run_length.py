@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer import run_length
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks._trainer.run_length import steps_of_epochs
+from lightning_tricks._trainer.run_length import run_length, steps_of_epochs
 from lightning_tricks.callbacks import BatchSizeWarmup, ExactResume
 from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.mixins import OptimizerMixin

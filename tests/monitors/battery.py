@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_tricks._trainer import logging_step
+from lightning_tricks._trainer.loop import logging_step
 
 Make = Callable[[], pl.Callback | list[pl.Callback] | None]
 LOG_EVERY = 3  # steps; an epoch has as many

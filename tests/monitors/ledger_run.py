@@ -12,8 +12,8 @@ from harness import runs
 from harness.models import Small, rows
 from torch import nn
 
-from lightning_tricks._trainer import data_rank
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.callbacks import RunLedger, SafeCheckpoint
 
 STEPS, ROWS, SAVED = 6, 4, 3  # optimizer steps, rows of a global batch, the step of the checkpoint

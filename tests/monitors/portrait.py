@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.utils.data import DataLoader
 
-from lightning_tricks._trainer import logging_step
+from lightning_tricks._trainer.loop import logging_step
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 
 # ------------------------------------------------------------------------------------------------------------- objects

@@ -49,7 +49,7 @@ from lightning_tricks import (
     WarmupStableDecay,
 )
 from lightning_tricks._core.random_state import gather
-from lightning_tricks._trainer import data_rank
+from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.guards.preemption import Preempted
 from lightning_tricks.logs.ledger_diff import compare

@@ -5,9 +5,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_tricks import FSDP2Strategy
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models.attention import attention_of_parts, causal_attention, part_mask
-from lightning_tricks.parallel.context import ContextParallel, check_method, own_positions
+from lightning_tricks.parallel.context import ContextParallel, own_positions
 
 LENGTH = 16
 
@@ -65,4 +66,4 @@ def test_rows_that_cannot_be_divided_are_refused_in_a_line():
     with pytest.raises(UsageError, match=r"mesh\.context=2: rows of 18 tokens are no multiple of 4"):
         Part(2, 0, []).positions(18, torch.device("cpu"))
     with pytest.raises(UsageError, match="context_method='ring': give one of gather, ulysses"):
-        check_method("ring")
+        FSDP2Strategy(context_method="ring")

@@ -24,8 +24,8 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.machine import listed, most_processes
 from lightning_tricks._host.writable import check_folders_of_run, free_bytes
-from lightning_tricks._trainer import is_a, steps_between_saves_of
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.objects import is_a, steps_between_saves_of
 from lightning_tricks.callbacks import SafeCheckpoint
 from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import changes_that_fit

@@ -16,7 +16,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
 from lightning_tricks._core.tensors import local
 from lightning_tricks._host.machine import listed
-from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks.commands.plan.fake_cluster import at_once, fake_world
 from lightning_tricks.commands.plan.memory_trace import (
     LINES,

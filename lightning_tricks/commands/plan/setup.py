@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import CastsShards, KnowsPeak
 from lightning_tricks._host.machine import devices_here, listed, named_devices
-from lightning_tricks._trainer import is_a, weights_layout
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions

@@ -12,7 +12,8 @@ from torch import nn
 from lightning_tricks._core.accumulation import Accumulation
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import devices_here, listed, named_devices
-from lightning_tricks._trainer import is_a, micro_batch, planned_data_ranks, steps_between_saves
+from lightning_tricks._trainer.objects import is_a, steps_between_saves
+from lightning_tricks._trainer.run_facts import micro_batch, planned_data_ranks
 from lightning_tricks.commands.plan.setup import configure_on_meta
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.guards.lr_scaling_rule import LRScalingRule

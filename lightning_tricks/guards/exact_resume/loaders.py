@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_tricks._core import random_state as _random_state
 from lightning_tricks._core.random_state import own_randomness, seed_process
-from lightning_tricks._trainer import is_a
+from lightning_tricks._trainer.objects import is_a
 from lightning_tricks.guards.exact_resume.order import (
     Order,
     Position,

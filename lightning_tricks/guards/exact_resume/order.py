@@ -16,8 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import Generator, generator_state, own_randomness, set_generator_state
-from lightning_tricks._trainer import is_a
 from lightning_tricks._trainer.lightning import rank_zero_warn
+from lightning_tricks._trainer.objects import is_a
 
 _DEPTH = 4  # a dataset that wraps a dataset with a list of transforms, one of which holds a generator
 _OBJECTS = 500  # looked into; more of them are data

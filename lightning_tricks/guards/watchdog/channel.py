@@ -16,18 +16,19 @@ import json
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from lightning_tricks._core.quote import printable_lines
-from lightning_tricks._host.exit import call_before_exit
+from lightning_tricks._host.exit import end_now, end_within
 from lightning_tricks._host.process import Process, this_process
-from lightning_tricks._trainer import RunningCall
+from lightning_tricks._trainer.running import RunningCall
 
 CONNECT_SECONDS = 60.0  # how long a rank tries to reach rank 0
 ANSWER_SECONDS = 5.0  # how long rank 0 waits for the places of the others, which publish in their next look
@@ -89,7 +90,6 @@ class Connection(threading.Thread):
         self._unsent: list[dict[str, Any]] = []
         self._next_publish = 0.0
         self._closed = threading.Event()
-        self._stay_alive = call_before_exit(self.close)  # the other ranks must not take the exit for a death
 
     def run(self) -> None:
         """Connect, and hear the hub until either side ends."""
@@ -195,7 +195,6 @@ class Connection(threading.Thread):
 
     def close(self) -> None:
         """Say goodbye. Idempotent; in any thread."""
-        self._stay_alive()
         with suppress(ValueError):
             _OPEN.remove(self)
         with self._lock:
@@ -344,6 +343,15 @@ def connect(trainer: Any) -> Connection | None:
         _OPEN.append(connection)
     connection.users += 1
     return connection
+
+
+def end_process(children: Sequence[subprocess.Popen]) -> None:
+    """`end_now` with exit code 1, after the goodbyes: the other ranks must not take the exit for a death."""
+    end_within(10.0)  # if a peer reads nothing
+    for connection in list(_OPEN):
+        with suppress(Exception):
+            connection.close()
+    end_now(1, children)
 
 
 def first_line(error: BaseException) -> str:

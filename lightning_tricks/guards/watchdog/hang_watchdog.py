@@ -12,23 +12,22 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.exit import Deadline, end_now
+from lightning_tricks._host.exit import Deadline
 from lightning_tricks._host.process import Process, this_process
-from lightning_tricks._trainer import (
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
+from lightning_tricks._trainer.loop import batch_progress
+from lightning_tricks._trainer.processes import dismiss_process_observer, launched_processes
+from lightning_tricks._trainer.running import (
     RunningCall,
-    batch_progress,
     describe_loader,
-    dismiss_process_observer,
     evaluation_progress,
     is_compiling,
     is_evaluating,
-    launched_processes,
     line_of,
     running_place,
     stacks_of_threads,
 )
-from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.guards.watchdog.channel import Connection, answer_seconds, connect, first_line, say
+from lightning_tricks.guards.watchdog.channel import Connection, answer_seconds, connect, end_process, first_line, say
 
 __all__ = ["HangWatchdog"]
 
@@ -426,4 +425,4 @@ class _Watch(threading.Thread):
             time.sleep(self._timer_seconds if silent else 1.0)  # a launcher ends all ranks when one has ended
             for process in silent:  # a stopped one would be left over
                 process.kill()
-            end_now(1, launched_processes(self._trainer))
+            end_process(launched_processes(self._trainer))

@@ -11,10 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.exit import end_children, end_now, end_within
-from lightning_tricks._trainer import RunningCall, is_a, launched_processes
+from lightning_tricks._host.exit import end_children, end_within
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
-from lightning_tricks.guards.watchdog.channel import Connection, connect, say
+from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.processes import launched_processes
+from lightning_tricks._trainer.running import RunningCall
+from lightning_tricks.guards.watchdog.channel import Connection, connect, end_process, say
 
 __all__ = ["RankMonitor"]
 
@@ -169,4 +171,4 @@ class _Watch:
         rank = self.connection.process.rank
         end_within(10.0)  # in case nobody reads stderr, and writing to it blocks
         say(f"rank {rank} is ended, {self._grace_seconds:g} s later it was still here:\n{shown}")
-        end_now(1, self.children)
+        end_process(self.children)

@@ -6,13 +6,13 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.parallel.tensor import is_sharded
 
@@ -33,8 +33,7 @@ class WaitingGradients:
     """
 
     def __init__(self, reduction: Reduction) -> None:
-        if reduction not in get_args(Reduction):
-            raise UsageError(f"reduce_gradients={reduction!r}: give one of {', '.join(get_args(Reduction))}")
+        check_choice("reduce_gradients", reduction, Reduction)
         self.reduction = reduction
         self.waiting = False
 

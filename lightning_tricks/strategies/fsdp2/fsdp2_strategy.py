@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.protocols import CastsShards, KnowsWeights
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer import enabled_scaler, is_accumulating, set_device_mesh, unwrapped
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
+from lightning_tricks._trainer.loop import is_accumulating
+from lightning_tricks._trainer.objects import set_device_mesh, unwrapped
+from lightning_tricks._trainer.run_facts import enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
@@ -24,7 +26,7 @@ from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
-from lightning_tricks.parallel.context import Method, check_length, check_method
+from lightning_tricks.parallel.context import Method, check_length
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, layout_table, parallelize
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
@@ -115,7 +117,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             )
         self.mesh = mesh
         self.sequence_parallel = sequence_parallel
-        self.context_method = check_method(context_method)
+        check_choice("context_method", context_method, Method)
+        self.context_method = context_method
         self.reduce_gradients = reduce_gradients
         self._waiting = WaitingGradients(reduce_gradients)
         self.blocks = blocks
