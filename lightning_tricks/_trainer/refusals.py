@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer.run_facts import Layout, weights_layout
+from lightning_tricks._trainer.run_facts import WeightsLayout, weights_layout
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Refusal:
         line: for the user, after the name of the option; `{strategy}` is the class name of the strategy.
     """
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[WeightsLayout, ...]
     line: str
 
 
-_UNREADABLE: tuple[Layout, ...] = ("engine", "foreign engine", "flat")
-_NOT_OURS: tuple[Layout, ...] = (*_UNREADABLE, "foreign shards")
+_UNREADABLE: tuple[WeightsLayout, ...] = ("engine", "foreign engine", "flat")
+_NOT_OURS: tuple[WeightsLayout, ...] = (*_UNREADABLE, "foreign shards")
 _DDP_OR_FSDP2 = "train on one device, with ddp or with FSDP2Strategy"
 
 REFUSALS = {

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from lightning_tricks._core.protocols import KnowsSamples
 from lightning_tricks._trainer.objects import is_a
 
-Layout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
+WeightsLayout = Literal["whole", "shards", "foreign shards", "flat", "engine", "foreign engine"]
 
 
-def weights_layout(strategy: Any) -> Layout:
+def weights_layout(strategy: Any) -> WeightsLayout:
     """The form in which a rank of a strategy holds the weights.
 
     - "whole";
@@ -22,13 +22,16 @@ def weights_layout(strategy: Any) -> Layout:
     - "flat": FSDP1's parameters without their shapes;
     - "engine": DeepSpeed, which also does the backward pass, the clip and the step, between no hooks of Lightning:
       under DeepSpeedZeROStrategy, whose step can be scaled and refused; "foreign engine": under Lightning's.
+
+    A strategy of the collection says so itself, in an attribute `weights_layout`.
     """
+    own: WeightsLayout | None = getattr(strategy, "weights_layout", None)
+    if own is not None:
+        return own
     if is_a(strategy, "DeepSpeedStrategy"):
-        return "engine" if is_a(strategy, "DeepSpeedZeROStrategy") else "foreign engine"
+        return "foreign engine"
     if is_a(strategy, "FSDPStrategy"):
         return "flat"
-    if is_a(strategy, "FSDP2Strategy"):
-        return "shards"
     return "foreign shards" if is_a(strategy, "ModelParallelStrategy") else "whole"
 
 
@@ -46,7 +49,7 @@ def planned_data_ranks(strategy: Any, devices: int, num_nodes: int) -> int:
 
     Read from `ModelParallelStrategy.setup_environment` (strategies/model_parallel.py).
     """
-    if is_a(strategy, "FSDP2Strategy"):
+    if weights_layout(strategy) == "shards":
         return int(strategy.dims_of(devices * num_nodes).data_ranks)
     if is_a(strategy, "ModelParallelStrategy"):
         size = strategy._data_parallel_size
@@ -66,14 +69,14 @@ def loss_ranks(trainer: Any) -> int:
     different tokens. Under Lightning's ModelParallelStrategy all of them, of which some see the same.
     """
     strategy = trainer.strategy
-    return strategy.dims.loss_ranks if is_a(strategy, "FSDP2Strategy") else trainer.world_size
+    return strategy.dims.loss_ranks if weights_layout(strategy) == "shards" else trainer.world_size
 
 
 def random_rank(trainer: Any) -> int:
     """Process whose random numbers this one draws, see `ParallelDims.random_rank`: its own but for tensor ranks."""
     strategy = trainer.strategy
     rank: int = trainer.global_rank
-    return strategy.dims.random_rank(rank) if is_a(strategy, "FSDP2Strategy") else rank
+    return strategy.dims.random_rank(rank) if weights_layout(strategy) == "shards" else rank
 
 
 def equal_replicas(trainer: Any) -> Any:

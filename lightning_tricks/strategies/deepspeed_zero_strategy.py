@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import configured_optimizers, is_a
 from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.run_facts import WeightsLayout
 from lightning_tricks.checkpoints.load_weights import differing_weights
 from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.limits import refuse_limits
@@ -70,6 +71,8 @@ class DeepSpeedZeROStrategy(pl.strategies.DeepSpeedStrategy):
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054;
         https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py (0.19.8).
     """
+
+    weights_layout: ClassVar[WeightsLayout] = "engine"
 
     def __init__(
         self,

@@ -40,8 +40,8 @@ LOG_EVERY = 3  # steps; an epoch has as many
 def monitors_in(package: Any) -> dict[str, type[pl.Callback]]:
     """Every public callback class that is defined in a module of `package`, however deep, by its name."""
     infos = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    # one needs lm_eval, and holds no callback
-    modules = [importlib.import_module(info.name) for info in infos if not info.name.endswith("._harness_model")]
+    public = [info.name for info in infos if not info.name.rpartition(".")[2].startswith("_")]
+    modules = [importlib.import_module(name) for name in public]
     found = [value for module in modules for value in vars(module).values() if _is_callback_of(module, value)]
     return {cls.__name__: cls for cls in sorted(found, key=lambda cls: cls.__name__)}
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import set_device_mesh, unwrapped
-from lightning_tricks._trainer.run_facts import enabled_scaler
+from lightning_tricks._trainer.run_facts import WeightsLayout, enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, open_checkpoint
 from lightning_tricks.checkpoints.record import record_of
@@ -89,6 +89,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al. 2023,
         https://arxiv.org/abs/2304.11277.
     """
+
+    weights_layout: ClassVar[WeightsLayout] = "shards"
 
     def __init__(
         self,
