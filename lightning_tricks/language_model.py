@@ -155,7 +155,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def init_weights(self) -> None:
         """Draw the decoder's weights from the seed, where they are; shards get what one device would have drawn."""
         assert self.decoder is not None
-        device = self.decoder.head.weight.device
+        device = next(self.decoder.parameters()).device
         self.decoder.init_weights(torch.Generator(device).manual_seed(torch.initial_seed()))
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:

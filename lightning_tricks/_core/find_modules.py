@@ -19,6 +19,20 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def whole_of(module: nn.Module) -> nn.Module:
+    """`module` before this rank dropped the layers of other pipeline stages, on the meta device; else `module`.
+
+    What a parameter is, and which blocks are alike, follows from the whole model. Names are the same.
+    """
+    whole: nn.Module = vars(module).get("_whole_module", module)
+    return whole
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `module` by each of their plain names; tied ones have several."""
+    return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+
+
 def named_submodules(module: nn.Module) -> dict[str, nn.Module]:
     """All modules below `module`, by their names without wrappers' prefixes.
 
@@ -42,8 +56,11 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
     So both halves of an encoder-decoder have blocks, also of two classes. A list inside a block, such as its experts,
     is no list of blocks. The stages of a U-Net or a Swin differ in width: their blocks are members of the lists inside.
+    Of a pipeline stage: those of the whole model that this rank has.
     """
     modules = named_submodules(module)
+    if (whole := whole_of(module)) is not module:
+        return {name: modules[name] for name in repeated_blocks(whole) if name in modules}
     lists = _lists_by_class(modules)
     repeated = {cls: found for cls, found in lists.items() if _two_alike([modules[n] for ns in found for n in ns])}
     if any(_is_composed(modules[found[0][0]]) for found in repeated.values()):

@@ -24,6 +24,30 @@ class KnowsWeights(Protocol):
 
 
 @runtime_checkable
+class HasStages(Protocol):
+    """A model for `mesh: {pipeline: ...}`, whose repeated blocks are shared out among the ranks.
+
+    A `training_step` gets its loss from one call of the model, and divides the sum that it returns.
+    """
+
+    def pipeline_plan(self) -> dict[str, str]:
+        """Of its other parts with parameters, by name: `first` or `last`, the stage that has it.
+
+        A part is None where a rank does not have it. Parts without parameters stay on every rank.
+        """
+
+    def stage(self, x: Any, blocks: Any, *, last: bool, **inputs: Any) -> Any:
+        """What one stage computes, of one micro-batch.
+
+        Args:
+            x: hidden states of the stage before, one tensor or a tuple of them; None on the first stage.
+            blocks: the blocks of this stage.
+            last: whether to return the loss, summed over what counts, and else hidden states of the form of `x`.
+            **inputs: what `forward` takes, by name, without None; tensors have the rows of the micro-batch.
+        """
+
+
+@runtime_checkable
 class KnowsBaseShapes(Protocol):
     """A LightningModule for MuP."""
 

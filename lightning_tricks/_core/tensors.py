@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,3 +112,15 @@ def refuse_second_derivative(function: str, remedy: str) -> None:
     """
     if torch.is_grad_enabled():
         raise UsageError(f"create_graph=True: {function} has no second derivative: {remedy}")
+
+
+class OverStages(NamedTuple):
+    """Of a parameter of a pipeline stage, in its attribute `over_stages`: the norm is that of all stages.
+
+    Attributes:
+        group: the process group of the pipeline.
+        counts: False of a copy of a weight that another stage counts.
+    """
+
+    group: Any
+    counts: bool

@@ -39,7 +39,7 @@ KeyPath = tuple[str | int, ...]
 # `["mean"]["decoder.head.weight"]`. MEAN takes the weights' place; others are what a resume needs.
 AVERAGES, MEAN = "averages", "mean"
 # Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
-AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor]
+AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor | None]
 # Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
 _UNREADABLE = (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ImportError)
 # What torch's reader of pickles and pickle itself say of bytes that are no pickle.
@@ -77,7 +77,8 @@ def open_checkpoint(
             optimizers' state are then left out.
         verify: False where the caller has checked the path and its bytes already, or needs neither.
         allocate: makes the tensors to read a folder into, such as DTensors of which this process reads its shards; the
-            optimizers' state is then by name, as in the folder. By default each tensor is whole.
+            optimizers' state is then by name, as in the folder. None for a tensor that is not read. By default each
+            tensor is whole.
         map_location: of a file, as in `torch.load`.
         mmap: whether a file's values are read when they are first needed; the disk space of a file that is deleted
             comes free when no tensor needs it any more.
@@ -212,15 +213,17 @@ def _read_folder(
     for key, path in paths.items():
         if ("optimizers" in parts or key not in numbers) and ("averages" in parts or path[0] != AVERAGES):
             entry = metadata.state_dict_metadata[key]
-            is_tensor = isinstance(entry, TensorStorageMetadata)  # an object replaces None when it is read
-            flat[key] = (allocate or _allocate_whole)(path, entry) if is_tensor else None
+            if not isinstance(entry, TensorStorageMetadata):
+                flat[key] = None  # an object replaces it when it is read
+            elif (tensor := (allocate or _allocate_whole)(path, entry)) is not None:
+                flat[key] = tensor
     read_entries(folder, metadata, flat, weights_only)
     tree = unflatten_state_dict(flat, paths)
     weights = tree.pop("state_dict", None) or tree.pop("model", None)
     if weights is None:
         raise UsageError(f"{folder} holds no state_dict: it is a checkpoint of another program")
     checkpoint = {**trainer_state, "state_dict": weights}
-    check_decoder(checkpoint, len(weights), folder)
+    check_decoder(checkpoint, sum(path[0] in ("state_dict", "model") for path in paths.values()), folder)
     if AVERAGES in tree:
         checkpoint[AVERAGES] = tree[AVERAGES]
     if "lr_schedulers" in trainer_state:  # otherwise only the weights were saved

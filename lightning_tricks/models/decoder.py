@@ -1,6 +1,6 @@
 """The reference language model: token ids in, logits out; Llama or GPT-2 by its config, in plain PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import parameters_by_name, whole_of
 from lightning_tricks._core.tensors import matmul_dtype
 from lightning_tricks.models.attention import (
     Attention,
@@ -167,6 +168,33 @@ class Decoder(nn.Module):
         features = self.features(input_ids, document_ids, cache)
         return self.head(features) if labels is None else self.head(features, self.own_part(labels))
 
+    def pipeline_plan(self) -> dict[str, str]:
+        """The stages that have the parts beside the blocks, see `HasStages`."""
+        learned = {"positions": "first"} if self.config.positions == "learned" else {}
+        return {"embed": "first", **learned, "norm": "last", "head": "last"}
+
+    def stage(
+        self,
+        x: Tensor | None,
+        blocks: Sequence[nn.Module],
+        *,
+        last: bool,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """What one pipeline stage computes, see `HasStages`; the first one embeds, the last one needs `labels`."""
+        if x is None:
+            x = self._embedded(input_ids, document_ids, begin=0)
+        rope, mask = self._rope(x, input_ids.shape[1], begin=0), self._mask(document_ids)
+        for block in blocks:
+            x = block(x, rope, mask)
+        if not last:
+            return x
+        if labels is None:
+            raise UsageError("mesh.pipeline: stages give a loss, and no logits: take one process, or tensor ranks")
+        return self.head(self._normed(x), self.own_part(labels))
+
     def own_part(self, rows: Tensor) -> Tensor:
         """The part of rows (batch, length, ...) that this rank has under context parallelism; without it, all."""
         return rows if self.context is None else self.context.own(rows)
@@ -209,26 +237,43 @@ class Decoder(nn.Module):
         It is scaled by muP's multiplier of the logits, base width / width.
         """
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
-        if begin + length > self.config.max_seq_len:
-            longest = f"max_seq_len={self.config.max_seq_len}"
-            raise UsageError(f"a row of {begin + length} tokens, but {longest}: shorten the rows or raise it")
-        x = self.embed(self.own_part(input_ids))
-        mask = None if document_ids is None else part_mask(self.context, document_ids)
-        rope = None
-        if isinstance(self.positions, RotaryPositions):
-            rope = self.positions(length, matmul_dtype(x), begin)
-            if self.context is not None:
-                own = self.context.positions(length, x.device)
-                rope = rope[0][own], rope[1][own]
-        else:
-            positions = _positions_in_documents(input_ids, document_ids, begin)
-            x = x + self.positions(self.own_part(positions.view(-1, length)).view(*positions.shape[:-1], -1))
+        x = self._embedded(input_ids, document_ids, begin)
+        mask, rope = self._mask(document_ids), self._rope(x, length, begin)
         if cache is None:
             for block in self.blocks:
                 x = block(x, rope, mask)
         else:
             for block, layer in zip(self.blocks, cache.layers, strict=True):
                 x = block(x, rope, mask, layer)
+        return self._normed(x)
+
+    def _embedded(self, input_ids: Tensor, document_ids: Tensor | None, begin: int) -> Tensor:
+        """The residual stream before the blocks, of this rank's part of the rows."""
+        length = input_ids.shape[1]
+        if begin + length > self.config.max_seq_len:
+            longest = f"max_seq_len={self.config.max_seq_len}"
+            raise UsageError(f"a row of {begin + length} tokens, but {longest}: shorten the rows or raise it")
+        x = self.embed(self.own_part(input_ids))
+        if isinstance(self.positions, RotaryPositions):
+            return x
+        positions = _positions_in_documents(input_ids, document_ids, begin)
+        return x + self.positions(self.own_part(positions.view(-1, length)).view(*positions.shape[:-1], -1))
+
+    def _rope(self, x: Tensor, length: int, begin: int) -> Rope | None:
+        """The rotary tables of this rank's part of the rows."""
+        if not isinstance(self.positions, RotaryPositions):
+            return None
+        rope = self.positions(length, matmul_dtype(x), begin)
+        if self.context is None:
+            return rope
+        own = self.context.positions(length, x.device)
+        return rope[0][own], rope[1][own]
+
+    def _mask(self, document_ids: Tensor | None) -> Tensor | None:
+        return None if document_ids is None else part_mask(self.context, document_ids)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The input of the head."""
         normed = self.norm(x)
         if self.logit_multiplier != 1.0:
             normed = normed * self.logit_multiplier
@@ -264,15 +309,23 @@ class Decoder(nn.Module):
         https://github.com/karpathy/nanoGPT/blob/master/model.py.
         """
         scaled = 0.0 if self.config.zero_init_outputs else self.config.init_std / (2 * self.config.n_layers) ** 0.5
-        for name, module in self.named_modules():
+        whole, here = whole_of(self), parameters_by_name(self)
+        weights = {weight: here[name] for name, weight in parameters_by_name(whole).items() if name in here}
+        modules, device = dict(self.named_modules()), next(self.parameters()).device
+        for name, module in whole.named_modules():
+            own = modules.get(name)
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
                 std *= self._growth(name) ** -0.5
-                _draw_normal(module.weight, std, generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
-                module.reset_parameters()
+                # what other stages have is drawn all the same, so that the values are those of one process
+                weight = weights.get(module.weight)
+                _draw_normal(
+                    torch.empty(module.weight.shape, device=device) if weight is None else weight, std, generator
+                )
+                if isinstance(own, nn.Linear) and own.bias is not None:
+                    own.bias.zero_()
+            elif isinstance(own, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
+                own.reset_parameters()
 
     def _growth(self, name: str) -> float:
         """Inputs of a layer over its inputs in the base model; 1 outside the blocks."""
@@ -282,7 +335,7 @@ class Decoder(nn.Module):
         return here.ffn_width / base.ffn_width if name.endswith("mlp.down") else here.d_model / base.d_model
 
     def _tie(self) -> None:
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.embed is not None and self.head is not None:  # None on other stages
             self.head.weight = self.embed.weight
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Decoder":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import parameters_by_name, whole_of
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.keep_settings_on_load import keep_low_bit, keep_settings_on_load, parts_of
@@ -37,6 +38,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of `module`'s trainable parameters: `decay_groups`, guarded by `keep_settings_on_load`.
 
+    That of a pipeline stage has the groups of the whole model, of which some may be empty.
+
     Args:
         module: any module.
         optimizer: makes the optimizer from parameter groups; None for `default_adamw`.
@@ -56,11 +59,16 @@ def build_optimizer(
         >>> [(group["name"], group["param_names"], group["weight_decay"]) for group in optimizer.param_groups]
         [('decay', ['0.weight'], 0.01), ('no_decay', ['0.bias', '1.weight', '1.bias'], 0.0)]
     """
-    groups = decay_groups(module, weight_decay, decay_embeddings, rules)
+    whole = whole_of(module)
+    groups = decay_groups(whole, weight_decay, decay_embeddings, rules)
+    if whole is not module:
+        groups = _with_stand_ins(groups, module)
     if mup is not None:  # built twice: the factor of a parameter depends on the class of the optimizer that has it
         first = _built(optimizer, [{**group, "params": [*group["params"]]} for group in groups])
-        groups = split_groups(groups, mup.lr_factors(module, first))
+        groups = split_groups(groups, mup.lr_factors(whole, first))
     built = _built(optimizer, groups)
+    if whole is not module:
+        _drop_stand_ins(built, module)
     _refuse_own_decay(built)
     refuse_tensor_lr(built)
     _refuse_named_optimizer(built, groups)
@@ -68,6 +76,29 @@ def build_optimizer(
     for group in built.param_groups:
         group["lr"] = _scaled_lr(group)
     return keep_low_bit(keep_settings_on_load(built))
+
+
+def _with_stand_ins(groups: list[dict[str, Any]], module: nn.Module) -> list[dict[str, Any]]:
+    """Groups of a whole model with the parameters of a stage, and without memory for those of the others.
+
+    The optimizer then makes of its groups what it would make for the whole model.
+    """
+    here, device = parameters_by_name(module), next(module.parameters()).device
+
+    def of_stage(name: str, whole: Tensor) -> nn.Parameter:
+        nothing = torch.zeros((), dtype=whole.dtype, device=device)
+        return here[name] if name in here else nn.Parameter(nothing.expand(whole.shape))
+
+    return [{**group, "params": list(map(of_stage, group["param_names"], group["params"]))} for group in groups]
+
+
+def _drop_stand_ins(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Leave an optimizer the parameters of a stage."""
+    here = set(module.parameters())
+    for group in optimizer.param_groups:
+        kept = [number for number, parameter in enumerate(group["params"]) if parameter in here]
+        for key in ("params", "param_names", "roles", "layouts"):
+            group[key] = [group[key][number] for number in kept]
 
 
 def _built(optimizer: OptimizerFactory | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

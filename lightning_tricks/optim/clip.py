@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.tensors import OverStages
 
 __all__ = ["clip_grad_norm"]
 
@@ -38,14 +40,20 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None, *, scal
     """
     _check_limit(max_norm)
     parameters = list(parameters)
+    stages = _over_stages(parameters[0]).group if parameters else None
     with_grad = _with_gradient(parameters)
-    if not with_grad:
+    if not with_grad and stages is None:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     meshes = _by_mesh(with_grad)
+    counted = meshes if stages is None else _by_mesh([each for each in with_grad if _over_stages(each).counts])
     are_rounded = any(parameter.grad.dtype in _HALF for parameter in with_grad)  # type: ignore[union-attr]
-    norm = _joint_norm(meshes, _norm_in_fp32 if are_rounded else torch.nn.utils.get_total_norm)
+    norm = _joint_norm(counted, _norm_in_fp32 if are_rounded else torch.nn.utils.get_total_norm)
+    if stages is not None:
+        norm = _joined(norm.to(parameters[0].device), stages)
     if max_norm is not None:
-        scaling = _joint_norm(meshes, torch.nn.utils.get_total_norm) if are_rounded and scale_as_torch else norm
+        scaling = norm
+        if are_rounded and scale_as_torch and stages is None:
+            scaling = _joint_norm(meshes, torch.nn.utils.get_total_norm)
         for group in meshes:
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, scaling)
     return norm
@@ -56,8 +64,19 @@ def clip_parameters_by_norm(optimizer: Any, clip_val: float) -> None:
     clip_grad_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], clip_val)
 
 
+def _over_stages(parameter: Tensor) -> OverStages:
+    return getattr(parameter, "over_stages", OverStages(None, True))
+
+
+def _joined(norm: Tensor, group: Any) -> Tensor:
+    """The norm of all stages."""
+    square = norm.float().square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
 def _joint_norm(meshes: Sequence[Sequence[Tensor]], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    norms = [_full(norm_of(_gradients(group))) for group in meshes]
+    norms = [_full(norm_of(_gradients(group))) for group in meshes] or [torch.zeros(())]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack([other.to(norm.device) for other in norms]))

@@ -16,7 +16,12 @@ from typing import Any
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError, check_choice
-from lightning_tricks._core.find_modules import check_pattern, clean_name, repeated_blocks
+from lightning_tricks._core.find_modules import (
+    check_pattern,
+    clean_name,
+    repeated_blocks,
+    whole_of,
+)
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import MATRICES, Role, RoledParam, param_roles
@@ -249,6 +254,7 @@ def decay_groups(
 def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
     """The rules, with each LayerwiseLRDecay replaced by its own rules."""
     found: list[ParamRule] = []
+    module = whole_of(module)
     for rule in rules or ():
         found += rule.rules(module, found) if isinstance(rule, LayerwiseLRDecay) else [rule]
     return found

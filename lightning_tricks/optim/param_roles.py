@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.find_modules import clean_name, parameters_by_name, whole_of
 from lightning_tricks.optim.matrix_layout import MatrixLayout, is_product, layout_of
 
 # `lm_head`, `heads.head` (torchvision), `head.fc` (timm), `embed_out` (GPT-NeoX), `score` (a classifier on a decoder),
@@ -183,6 +183,8 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     package; or if the method `no_weight_decay()` of a module above it returns its name as seen from there, the name of
     a module which holds it, or a pattern with wildcards, as in timm. It may return names that the model does not have.
 
+    Of a pipeline stage: those of this rank, with their roles in the whole model.
+
     Raises:
         UsageError: nothing is trainable; a parameter has no shape yet (lazy), or was flattened by FSDP1; a
             `_matrices` names no parameter; a method `no_weight_decay()` returns no collection of names.
@@ -192,6 +194,9 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
         https://github.com/state-spaces/mamba/blob/main/mamba_ssm/modules/mamba2.py. transformers 5 has no such mark:
         its Trainer leaves out norms and biases only, so that `A_log` decays there.
     """
+    if (whole := whole_of(module)) is not module:
+        here = parameters_by_name(module)
+        return [each._replace(param=here[each.name]) for each in param_roles(whole) if each.name in here]
     layers, sites = _layers(module), _sites(module)
     exempt, heads = {id(param) for param in _exempted(layers, sites)}, {id(param) for param in head_weights(module)}
     declared, experts = _declared_parts(layers, sites), _beside_experts(layers, sites)

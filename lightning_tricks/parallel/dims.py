@@ -15,7 +15,7 @@ from lightning_tricks._core.errors import UsageError
 __all__ = ["ParallelDims"]
 
 # the axes of the world from outside to inside: the ranks of the last one are neighbours, on the fastest links
-_ORDER = ("replicate", "shard", "context", "tensor")
+_ORDER = ("pipeline", "replicate", "shard", "context", "tensor")
 _OWN_ROWS = ("replicate", "shard")  # ranks that differ along these have rows of their own
 _OWN_TOKENS = ("replicate", "shard", "context")  # and along these tokens of their own
 
@@ -24,10 +24,13 @@ _OWN_TOKENS = ("replicate", "shard", "context")  # and along these tokens of the
 class ParallelDims:
     """Into how many parts each axis of the work is divided; the product is the number of processes.
 
-    Ranks count through the innermost axis first: tensor ranks are neighbours, on the fastest links; replicas are
-    farthest apart. `rank = ((replicate * shards + shard) * contexts + context) * tensors + tensor`.
+    Ranks count through the innermost axis first: tensor ranks are neighbours, on the fastest links; pipeline ranks are
+    farthest apart, as they send least.
+    `rank = (((pipeline * replicas + replicate) * shards + shard) * contexts + context) * tensors + tensor`.
 
     Args:
+        pipeline: parts of the model by depth: each rank has some of its layers, see `Pipeline`. These ranks have the
+            same data.
         replicate: model replicas (HSDP); gradients are averaged between them.
         shard: parts of the weights of one replica, by FSDP2, each with rows of its own; -1: all processes that are
             left.
@@ -38,6 +41,7 @@ class ParallelDims:
         UsageError: a size that is no whole number of at least 1, or not -1 in `shard`.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = -1
     context: int = 1
@@ -123,16 +127,20 @@ class Mesh:
 
     Attributes:
         dims: sizes, of the whole world.
-        device_mesh: axes `replicate`, `shard` (x context) and, if there are tensor ranks, `tensor`, as FSDP2 and
-            DTensor take it.
+        device_mesh: axes `replicate`, `shard` (x context) and, if there are such ranks, `pipeline` and `tensor`, as
+            FSDP2 and DTensor take it.
         loss: group of the ranks that have different tokens, of which this rank is one; None: all ranks.
         context: group of the ranks that have the other parts of this rank's rows; None where rows are whole.
+        ends: group of the first and the last pipeline rank, of which this rank is one; None on the ranks between.
+        stage: group of the ranks that have the same layers as this one; None: all ranks.
     """
 
     dims: ParallelDims
     device_mesh: DeviceMesh
     loss: Any = field(repr=False)
     context: Any = field(repr=False)
+    ends: Any = field(repr=False, default=None)
+    stage: Any = field(repr=False, default=None)
 
     @classmethod
     def of(cls, dims: ParallelDims, device: str, timeout: timedelta | None = None) -> "Mesh":
@@ -143,17 +151,24 @@ class Mesh:
             device: type of device on which the ranks communicate, such as "cuda".
             timeout: how long a rank waits for the others of a group; None: torch's default.
         """
-        sizes = {"replicate": dims.replicate, "shard": dims.shard * dims.context}
+        sizes = {"pipeline": dims.pipeline} if dims.pipeline > 1 else {}
+        sizes |= {"replicate": dims.replicate, "shard": dims.shard * dims.context}
         if dims.tensor > 1:
             sizes["tensor"] = dims.tensor
         device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         loss = _own_group(dims, *_OWN_TOKENS) if dims.loss_ranks < dims.world else None
         context = _own_group(dims, "context") if dims.context > 1 else None
+        ends = stage = None
+        if dims.pipeline > 1:
+            stage = _own_group(dims, *_ORDER[1:])
+            first = torch.arange(dims.stride("pipeline"), device="cpu")
+            last = first + (dims.pipeline - 1) * len(first)
+            ends = dist.new_subgroups_by_enumeration(torch.stack([first, last], dim=1).tolist())[0]
         if timeout is not None:  # torch gives it to the default group only
-            for group in (*device_mesh.get_all_groups(), loss, context):
+            for group in (*device_mesh.get_all_groups(), loss, context, ends, stage):
                 if group is not None:
                     group.set_timeout(timeout)
-        return cls(dims, device_mesh, loss, context)
+        return cls(dims, device_mesh, loss, context, ends, stage)
 
     @cached_property
     def weights(self) -> DeviceMesh:
@@ -164,6 +179,11 @@ class Mesh:
     def tensor(self) -> DeviceMesh:
         """The axis over which matrices are divided; only with tensor ranks."""
         return self.device_mesh["tensor"]
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The process group of the ranks that have the other layers of this rank's model; only with pipeline ranks."""
+        return self.device_mesh["pipeline"].get_group()
 
 
 def _own_group(dims: ParallelDims, *axes: str) -> Any:

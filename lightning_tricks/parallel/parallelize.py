@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import match_modules, repeated_blocks
+from lightning_tricks._core.find_modules import match_modules, repeated_blocks, whole_of
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
@@ -24,6 +24,7 @@ from lightning_tricks.parallel.tensor import (
     check_plan,
     divide,
     divides_sequences,
+    has_named,
     named_by,
     plan_of,
 )
@@ -92,7 +93,9 @@ def check_module(module: nn.Module, dims: ParallelDims) -> None:
         _with_context(module)
 
 
-def parallelize(module: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
+def parallelize(
+    module: nn.Module, mesh: Mesh, options: ParallelOptions, roots: Sequence[nn.Module] | None = None
+) -> Parallelized:
     """Divide a module over a mesh, in place: every parameter but scalars becomes this rank's part of it.
 
     Nothing is sent, so the values must be equal on all ranks, and tensors on the meta device stay there: under torch's
@@ -103,6 +106,7 @@ def parallelize(module: nn.Module, mesh: Mesh, options: ParallelOptions) -> Para
             that takes a `ContextParallel`.
         mesh: its sizes and groups.
         options: see there.
+        roots: the stages of a pipeline, whose shards are gathered by their own calls; None: the module alone.
 
     Raises:
         UsageError: a pattern that matches nothing; parameters that FSDP2 cannot train; see also `check_module`.
@@ -112,10 +116,12 @@ def parallelize(module: nn.Module, mesh: Mesh, options: ParallelOptions) -> Para
     refuse_unshardable(module, blocks)
     elements = sum(parameter.numel() for parameter in module.parameters())
     gathered = largest_group(module, blocks.values())
-    plan = plan_of(module) if dims.tensor > 1 else {}
+    whole = whole_of(module)
+    plan = plan_of(whole) if dims.tensor > 1 else {}
     sequence_parallel = options.sequence_parallel and divides_sequences(plan)
     if dims.tensor > 1:
-        check_plan(module, plan, dims.tensor, sequence_parallel)
+        check_plan(whole, plan, dims.tensor, sequence_parallel)
+        plan = {name: word for name, word in plan.items() if has_named(name, module)}
     in_context = _with_context(module) if dims.context > 1 else []
     # nothing is refused below, where the module changes
     if options.convert is not None:
@@ -130,7 +136,11 @@ def parallelize(module: nn.Module, mesh: Mesh, options: ParallelOptions) -> Para
         checkpoint_block(block, options.activation_checkpointing)
         if options.compile_blocks:
             block.compile()
-    shard_module(module, blocks.values(), mesh.weights, options.policy, options.offload, options.reshard_after_forward)
+    # gradients of a stage are computed in any order, of its inputs first: its weights then stay until the last one
+    reshard = options.reshard_after_forward and roots is None
+    for root in (module,) if roots is None else roots:
+        own = [block for block in root.modules() if block in blocks.values()]
+        shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
 

@@ -154,16 +154,17 @@ class Rank0State:
         broadcast(others.values(), device)
 
 
-def init_weights(module: Any, device: torch.device) -> None:
+def init_weights(module: Any, device: torch.device, group: Any = None) -> None:
     """Fill a module on the meta device, sharded or not, by its own `init_weights`; every rank must call.
 
     Random numbers come from rank 0's random state on every rank, so that shards are parts of one initialization and
-    model replicas are equal; afterwards a rank whose state was another goes on from its own.
+    model replicas are equal; afterwards a rank whose state was another goes on from its own. `group` has the ranks with
+    the same layers; None: all.
     """
     materialize(module, device)
     with _random_state_of_rank_0():
         module.init_weights()
-    _copy_between_replicas(module, device)
+    _copy_between_replicas(module, device, group)
 
 
 def to_meta(module: nn.Module) -> nn.Module:
@@ -213,10 +214,10 @@ def _random_state_of_rank_0() -> Iterator[None]:
         set_random_state(own)
 
 
-def _copy_between_replicas(module: nn.Module, device: torch.device) -> None:
+def _copy_between_replicas(module: nn.Module, device: torch.device, group: Any) -> None:
     """Give each rank the values of the first rank that holds the same shard, or the same whole tensor."""
     tensors = [*module.parameters(), *module.buffers()]
-    broadcast([tensor for tensor in tensors if not isinstance(tensor, DTensor)], device)
+    broadcast([tensor for tensor in tensors if not isinstance(tensor, DTensor)], device, group)
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             for dim, placement in enumerate(tensor.placements):

@@ -101,8 +101,7 @@ def named_by(plan: Mapping[str, str], module: nn.Module) -> dict[str, tuple[nn.M
     for pattern, word in plan.items():
         if word not in _WORDS:
             raise UsageError(f"mesh.tensor: the plan says {word!r} of '{pattern}': known are {', '.join(_WORDS)}")
-        regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        names = [name for name in modules if regex.fullmatch(name)]
+        names = _matches(pattern, modules)
         if not names:
             raise UsageError(
                 f"mesh.tensor: the plan names '{pattern}', and {type(module).__name__} has no such module: "
@@ -110,6 +109,16 @@ def named_by(plan: Mapping[str, str], module: nn.Module) -> dict[str, tuple[nn.M
             )
         found |= {name: (modules[name], word) for name in names}
     return found
+
+
+def has_named(pattern: str, module: nn.Module) -> bool:
+    """Whether a module has a part that a name of a plan means: a pipeline stage may not."""
+    return bool(_matches(pattern, dict(module.named_modules())))
+
+
+def _matches(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return [name for name in modules if regex.fullmatch(name)]
 
 
 def check_divisible(named: Mapping[str, tuple[nn.Module, str]], module: nn.Module, parts: int) -> None:

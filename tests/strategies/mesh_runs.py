@@ -136,6 +136,7 @@ class OwnRows(Foreign):
 
 LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
 NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
+DEEP = {**SIZES, "n_layers": 8}
 WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,
@@ -148,6 +149,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "normed": lambda: Ours(NORMED),
     "wide": lambda: Ours(WIDE),
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
+    "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
+    "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,

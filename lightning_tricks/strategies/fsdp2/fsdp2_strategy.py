@@ -29,6 +29,16 @@ from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank
 from lightning_tricks.parallel.context import Method, check_length
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions, check_module, find_blocks, layout_table, parallelize
+from lightning_tricks.parallel.pipeline import (
+    SPLITS_BACKWARD,
+    Cut,
+    Pipeline,
+    PipelineSchedule,
+    copy_on_meta,
+    cut,
+    find_pipelined,
+    stages_of_ranks,
+)
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together, was_verified
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
@@ -48,6 +58,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
     LightningModule itself, whose steps gather it. `configure_optimizers` comes later and sees the sharded parameters.
     A module that calls `fully_shard` itself is left as it is. Losses, clip and norm are those of one process with the
     whole batch. It also runs on one device.
+
+    With `mesh: {pipeline: 4}` each of four ranks has some of the layers, if the model can be cut into stages (see
+    `HasStages`), and the loss of a call of the model has its gradients already, see `Pipeline`. A batch is divided into
+    `pipeline_micro_batches`, and the weights of a block stay gathered within a call.
 
     With `mesh: {tensor: 8}` eight ranks share each matrix (tensor parallelism), as the module's `parallel_plan` or a
     Hugging Face model's `tp_plan` says. With `mesh: {context: 2}` two ranks share each row (context parallelism), if
@@ -78,6 +92,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         reduce_gradients: when gradients are summed over the ranks. `micro_batch`: after each backward pass. `step`:
             only after the last one of an optimizer step; each gradient is whole until then, which takes 4 bytes a
             parameter on each rank, divided by the tensor ranks.
+        pipeline_schedule: the order of forward and backward passes over the stages, one of torch's.
+        pipeline_micro_batches: into how many parts of equal rows each batch is divided. More of them make the bubble
+            smaller, in which ranks wait: (stages - 1) / (micro_batches + stages - 1) of the time under 1F1B.
+        layers_per_stage: number of layers of each stage; None shares them out so that the last stage, which has the
+            head, takes no longer than the others.
 
     Raises:
         UsageError: an unknown `activation_checkpointing`; a module that an earlier run has sharded in another way;
@@ -106,6 +125,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         sequence_parallel: bool = True,
         context_method: Method = "gather",
         reduce_gradients: Reduction = "micro_batch",
+        pipeline_schedule: PipelineSchedule = "1F1B",
+        pipeline_micro_batches: int = 4,
+        layers_per_stage: Sequence[int] | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size="auto",
@@ -122,6 +144,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         check_choice("context_method", context_method, Method)
         self.context_method = context_method
         self.reduce_gradients = reduce_gradients
+        check_choice("pipeline_schedule", pipeline_schedule, PipelineSchedule)
+        if pipeline_micro_batches < 1:
+            raise UsageError(f"pipeline_micro_batches={pipeline_micro_batches}: give a whole number of at least 1")
+        self.pipeline_schedule, self.pipeline_micro_batches = pipeline_schedule, pipeline_micro_batches
+        self.layers_per_stage = layers_per_stage
         self._waiting = WaitingGradients(reduce_gradients)
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
@@ -169,8 +196,42 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if dims.context > 1 and isinstance(length, int):
             check_length(length, dims.context)
         module = self._module.without_data() if isinstance(self._module, KnowsWeights) else self._module
+        if dims.pipeline > 1:
+            self._check_pipeline(dims)
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
+            if dims.pipeline > 1:
+                self._cut(copy_on_meta(module), dims, 0)
+
+    def _check_pipeline(self, dims: ParallelDims) -> None:
+        """Refuse options and rows that stages cannot have."""
+        schedule, trainer = self.pipeline_schedule, self._module.trainer
+        rows = getattr(trainer.datamodule, "micro_batch_size", None)
+        compiled = self.compile_blocks or getattr(self._module, "compile_blocks", False) is True
+        stages = dims.pipeline * len(stages_of_ranks(schedule, dims.pipeline)[0])
+        for wrong, line in (
+            (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
+             "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
+            (self.init_on_rank_0, "init_on_rank_0: no rank can hold the whole model: build it on the meta device, with "
+             "a method init_weights"),
+            (self.reduce_gradients == "step", "reduce_gradients=step: stages reduce once a batch: leave it out"),
+            (not self._save_distributed_checkpoint, "save_distributed_checkpoint=False: no rank has all weights: save "
+             "folders, which `export` makes one file of"),
+            (enabled_scaler(self.precision_plugin) is not None, f"trainer.precision={self.precision_plugin.precision}: "
+             "its loss scaling comes after the backward passes of the stages: take bf16"),
+            (isinstance(rows, int) and rows % self.pipeline_micro_batches, f"data.micro_batch_size={rows} is no "
+             f"multiple of pipeline_micro_batches={self.pipeline_micro_batches}: change one of the two"),
+            (schedule == "DualPipeV" and self.pipeline_micro_batches < stages, f"pipeline_micro_batches="
+             f"{self.pipeline_micro_batches}: DualPipeV needs {stages}, one for each stage"),
+        ):  # fmt: skip
+            if wrong:
+                raise UsageError(f"mesh.pipeline: {line}")
+
+    def _cut(self, module: nn.Module, dims: ParallelDims, rank: int) -> tuple[str, Any, Cut]:
+        """Name and module of the model that is cut, and what is left of it on a rank."""
+        name, model = find_pipelined(module)
+        place = dims.place(rank, "pipeline")
+        return name, model, cut(model, place, dims.pipeline, self.pipeline_schedule, self.layers_per_stage)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Join a value over the ranks that have different tokens; tensor ranks have the same values."""
@@ -205,6 +266,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._shard_and_fill(module, sharded)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
+        if (pipeline := vars(module).get("_pipeline")) is not None:
+            pipeline.mark_parameters()  # which are other objects since they are on their device
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
@@ -231,7 +294,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if from_rank_0:  # rank 0 has drawn weights and the others have not, so random states differ
             set_random_state(on_rank_0(random_state))
         if shard.has_meta(module):
-            shard.init_weights(module, self.root_device)
+            shard.init_weights(module, self.root_device, self.groups.stage)
         if self._offloads and not sharded:
             module.to("cpu")  # values drawn on the device, so that they are those of a run without offloading
         if self.dims.tensor > 1:  # they have the same activations and drop the same, however a program seeds each
@@ -243,7 +306,14 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         state = shard.Rank0State(module) if from_rank_0 else None
         if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
-        made = parallelize(module, self.groups, self.options)
+        pipelined = None
+        if self.dims.pipeline > 1:
+            whole = copy_on_meta(module)
+            pipelined = self._cut(module, self.dims, self.global_rank)
+            vars(module)["_whole_module"] = whole
+            vars(pipelined[1])["_whole_module"] = whole.get_submodule(pipelined[0])
+        roots = None if pipelined is None else list(pipelined[2].stages.values())
+        made = parallelize(module, self.groups, self.options, roots)
         if not made.blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
@@ -251,16 +321,29 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             )
         # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
         module._scalars = shard.Scalars(module)
-        module._gather_on_call = None if module.automatic_optimization else GatherOnCall(module, made.blocks.values())
-        for step in _STEPS:
-            if step != "training_step" or module._gather_on_call is None:
-                fsdp.register_fsdp_forward_method(module, step)
+        module._gather_on_call = module._pipeline = None
+        if pipelined is not None:
+            self._call_stages(*pipelined)
+        else:
+            if not module.automatic_optimization:
+                module._gather_on_call = GatherOnCall(module, made.blocks.values())
+            for step in _STEPS:
+                if step != "training_step" or module._gather_on_call is None:
+                    fsdp.register_fsdp_forward_method(module, step)
         module._sharded_with = self._own_sharding = self._sharding
         if state is not None:
             state.scatter(module, self.root_device)
         rank_zero_info(*layout_table(self.dims, made, self.options, module).split("\n"))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
         self._partial_gradients = PartialGradients(module, self.groups.tensor) if self.dims.tensor > 1 else None
+
+    def _call_stages(self, name: str, model: Any, made: Cut) -> None:
+        """Let a call of the model run the stages of all ranks."""
+        groups = self.groups
+        self._module._pipeline = model.forward = Pipeline(
+            name, model, made.stages, made.count, groups.pipeline, self.pipeline_schedule,
+            self.pipeline_micro_batches, made.tied, groups.ends, self.root_device,
+        )  # fmt: skip
 
     @property
     def options(self) -> ParallelOptions:
@@ -301,6 +384,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             "FSDP2Strategy.compile_blocks": self.compile_blocks,
             "FSDP2Strategy.sequence_parallel": self.sequence_parallel if dims.tensor > 1 else None,
             "FSDP2Strategy.context_method": self.context_method if dims.context > 1 else None,
+            "FSDP2Strategy.pipeline_schedule": self.pipeline_schedule if dims.pipeline > 1 else None,
+            "FSDP2Strategy.pipeline_micro_batches": self.pipeline_micro_batches if dims.pipeline > 1 else None,
         }
 
     def _refuse_other_sharding(self, module: Any, trains: bool) -> None:
@@ -418,7 +503,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             for name, buffer in part._buffers.items()
             if buffer is not None and name not in part._non_persistent_buffers_set
         ]
-        broadcast(saved, self.root_device)
+        broadcast(saved, self.root_device, self.groups.stage)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, named as on one device: each rank's shards, or all of them on rank 0."""
