@@ -151,6 +151,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
     "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4)),
+    "deep muon": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), lambda groups: MuonAdamW(groups, lr=0.01)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "hugging face": HuggingFace,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.processes import end, run, start
 from mesh_runs import Case, Found, table, table_of_one
-from test_mesh import BOUNDS, differences
+from test_mesh import BOUNDS, MUON, differences
 
 from lightning_tricks.parallel.dims import ParallelDims
 
@@ -23,6 +23,16 @@ TWO = {
     "DualPipeV, checkpointed": Case(
         "deep", STAGES, {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "full"}
     ),
+}
+FOUR = {
+    "4 stages": Case("deep", ParallelDims(pipeline=4)),
+    "4 x 2 stages, tied": Case("deep gpt2", ParallelDims(pipeline=4), {"pipeline_schedule": "Interleaved1F1B"}),
+    "stages and shards, tied": Case("deep gpt2", STAGES, {"pipeline_micro_batches": 2}, accumulate=2, documents=True),
+    "ZBV and shards": Case("deep", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
+    "stages and tensor, tied": Case("deep gpt2", ParallelDims(pipeline=2, tensor=2)),
+    "stages and tensor, Muon": Case("deep muon", ParallelDims(pipeline=2, tensor=2)),
+    "stages and context": Case("deep", ParallelDims(pipeline=2, context=2)),
+    "stages and replicas": Case("deep", ParallelDims(pipeline=2, replicate=2), {"pipeline_micro_batches": 2}),
 }
 
 
@@ -42,7 +52,7 @@ def joined(ranks: list[dict[str, Any]], name: str) -> Any:
     return Found(parts[0], said[0].logged, parts[1], parts[2], said[0].ledger)
 
 
-@pytest.mark.parametrize(("cases", "world"), [(TWO, 2)], ids=["two"])
+@pytest.mark.parametrize(("cases", "world"), [(TWO, 2), (FOUR, 4)], ids=["two", "four"])
 def test_every_schedule_trains_as_one_process_does(cases, world):
     alone = start(table_of_one, cases, world=1)
     ranks = run(table, cases, world, world=world)
@@ -53,5 +63,6 @@ def test_every_schedule_trains_as_one_process_does(cases, world):
         if isinstance(found, str):
             lines.append(f"{name}: {found}")
         else:
-            lines += [f"{name}: {line}" for line in differences(found, one[name], BOUNDS[case.precision])]
+            bounds = MUON if case.model.endswith("muon") else BOUNDS[case.precision]
+            lines += [f"{name}: {line}" for line in differences(found, one[name], bounds)]
     assert not lines, "\n".join(lines)
