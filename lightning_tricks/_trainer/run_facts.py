@@ -72,6 +72,15 @@ def loss_ranks(trainer: Any) -> int:
     return strategy.dims.loss_ranks if weights_layout(strategy) == "shards" else trainer.world_size
 
 
+def stage_groups(trainer: Any) -> tuple[Any, Any] | None:
+    """Process groups of a rank that has some layers of the model: of the ranks with the same ones, and of the pipeline.
+
+    None where each rank has all layers.
+    """
+    groups = getattr(trainer.strategy, "groups", None) if weights_layout(trainer.strategy) == "shards" else None
+    return None if groups is None or groups.dims.pipeline == 1 else (groups.stage, groups.pipeline)
+
+
 def random_rank(trainer: Any) -> int:
     """Process whose random numbers this one draws, see `ParallelDims.random_rank`: its own but for tensor ranks."""
     strategy = trainer.strategy
@@ -97,9 +106,13 @@ def is_alone(trainer: Any) -> bool:
     return bool(trainer.world_size == 1)
 
 
-def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str) -> Any:
-    """Join a tensor over all processes, in place where it can be; `strategy.reduce` joins those with other tokens."""
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str, group: Any = None) -> Any:
+    """Join a tensor over a group, in place where it can be; `strategy.reduce` joins those with other tokens.
+
+    Without a group, over all processes.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
     return strategy.reduce(tensor, group=group, reduce_op=reduce_op)
 
 

@@ -12,9 +12,18 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, only_warn, pl, rank_zero_warn
 from lightning_tricks._trainer.loop import hooks_have_batch, is_accumulating, logged_in_training, logging_step
 from lightning_tricks._trainer.objects import steps_between_saves
-from lightning_tricks._trainer.run_facts import is_alone
+from lightning_tricks._trainer.run_facts import is_alone, stage_groups
 from lightning_tricks._trainer.run_length import LastStep
-from lightning_tricks.metrics.row import COUNT, TOTAL, Names, Row, join_over_ranks, not_finite_line, to_host
+from lightning_tricks.metrics.row import (
+    COUNT,
+    TOTAL,
+    Names,
+    Row,
+    join_over_ranks,
+    join_over_stages,
+    not_finite_line,
+    to_host,
+)
 from lightning_tricks.metrics.step_loss import StepLoss
 from lightning_tricks.metrics.step_norm import StepNorm
 
@@ -291,8 +300,7 @@ class MetricBuffer(pl.Callback):
             self._warn_once("not finite", line)
         latest: dict[str, float] = {}
         for row in rows:
-            no_rank_has = {name for name in self._some_ranks if row.values.get(name) == -math.inf}
-            row.values = {k: v for k, v in row.values.items() if k[0] != "_" and k not in no_rank_has}
+            row.values = {k: v for k, v in self._without_missing(row.values).items() if k[0] != "_"}
             latest.update(row.values)
         tensors = dict(zip(latest, torch.tensor(list(latest.values())).unbind(), strict=True))
         self._trainer.callback_metrics.update(tensors)
@@ -321,6 +329,11 @@ class MetricBuffer(pl.Callback):
         tensors = self._join_ranks([names for _, names, _ in unread], [tensor for _, _, tensor in unread])
         for (row, names, _), numbers in zip(unread, to_host(tensors), strict=True):
             row.values.update(zip(names, numbers, strict=True))
+        if (groups := stage_groups(self._trainer)) is not None and not self.failed:
+            for row in rows:
+                row.values = self._without_missing(row.values)
+            joins = {name: join for _, names, _ in unread if (join := self._join_of(names)) for name in names}
+            join_over_stages(rows, joins, groups[1])
         for row in rows:
             for name in row.means:
                 total, count = row.values[TOTAL + name], row.values[COUNT + name]
@@ -329,10 +342,19 @@ class MetricBuffer(pl.Callback):
 
     def _join_ranks(self, names: list[Names], tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, where asked for as sums or maxima over ranks; of rank 0 alone after a failure."""
-        joins = ["sum" if name.startswith((TOTAL, COUNT)) else self._over_ranks.get(name) for name, *_ in names]
+        joins = list(map(self._join_of, names))
         if is_alone(self._trainer) or not any(joins):
             return tensors
         if self.failed:  # the other ranks may be gone: a collective would not end
             rank_zero_warn("the last steps' metrics before the failure are those of rank 0 alone")
             return tensors
-        return join_over_ranks(tensors, joins, self._trainer.strategy)
+        groups = stage_groups(self._trainer)
+        return join_over_ranks(tensors, joins, self._trainer.strategy, groups[0] if groups else None)
+
+    def _without_missing(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The values without those of `record_largest` that no rank has."""
+        return {name: v for name, v in values.items() if v != -math.inf or name not in self._some_ranks}
+
+    def _join_of(self, names: Names) -> str | None:
+        """How the numbers of a tensor are joined over ranks, `sum`, `max` or not at all."""
+        return "sum" if names[0].startswith((TOTAL, COUNT)) else self._over_ranks.get(names[0])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks._trainer.run_facts import reduce_over_all
@@ -61,23 +62,44 @@ def join_numbers(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
 
-def join_over_ranks(tensors: Sequence[Tensor], joins: Sequence[str | None], strategy: Any) -> list[Tensor]:
+def join_over_ranks(
+    tensors: Sequence[Tensor], joins: Sequence[str | None], strategy: Any, group: Any = None
+) -> list[Tensor]:
     """The tensors, with sums or maxima over ranks: one collective for all sums, one for all maxima.
 
     Args:
         tensors: of any shapes; the same number on every rank, in the same order.
         joins: `sum`, `max` or None for each.
         strategy: the Trainer's, whose `reduce` every rank calls.
+        group: of the ranks; None: all.
     """
     joined = list(tensors)
     for join in ("sum", "max"):
         indices = [index for index, kind in enumerate(joins) if kind == join]
         if indices:
             local = join_numbers([tensors[index].to(strategy.root_device, torch.float64) for index in indices])
-            parts = reduce_over_all(strategy, local, join).split([tensors[index].numel() for index in indices])
+            sums = reduce_over_all(strategy, local, join, group)
+            parts = sums.split([tensors[index].numel() for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 joined[index] = part
     return joined
+
+
+def join_over_stages(rows: Sequence[Row], joins: Mapping[str, str], group: Any) -> None:
+    """Give the rows of each pipeline stage the values of all, in place; every rank must call.
+
+    A value that several have is a sum or the largest one where `joins` says so by its name, and else the first stage's.
+    """
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, [row.values for row in rows], group=group)
+    for row, *values in zip(rows, *everyones, strict=True):
+        row.values = {}
+        for name, value in itertools.chain.from_iterable(own.items() for own in values):
+            earlier = row.values.get(name)
+            if earlier is None:
+                row.values[name] = value
+            elif name in joins:
+                row.values[name] = earlier + value if joins[name] == "sum" else max(earlier, value)
 
 
 def not_finite_line(rows: Sequence[Row], logged: Mapping[str, Any]) -> str | None:

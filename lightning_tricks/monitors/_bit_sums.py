@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks._core.tensors import local, tensors_in
+from lightning_tricks._core.find_modules import clean_name, parameters_by_name, whole_of
+from lightning_tricks._core.tensors import OverStages, local, tensors_in
 
 MODULUS = 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -202,7 +202,8 @@ class WeightSum:
     Args:
         module: its parameters are on their devices.
         parts: largest number of parts; there are fewer if a part would have less than 8,192 elements.
-        rank: of this process. Rank 0 counts a parameter that every rank holds whole.
+        rank: of this process.
+        first: rank of the first process with the same layers, which counts a parameter that all of them hold whole.
 
     Attributes:
         parts: number of parts, the same on every rank.
@@ -212,18 +213,22 @@ class WeightSum:
         left_out: names of parameters whose bits cannot be read, such as those of a tensor subclass.
     """
 
-    def __init__(self, module: nn.Module, parts: int, rank: int) -> None:
+    def __init__(self, module: nn.Module, parts: int, rank: int, first: int = 0) -> None:
         self.left_out: list[str] = []
-        params = [(clean_name(name), param) for name, param in module.named_parameters() if self._fits(name, param)]
+        here = parameters_by_name(module)
+        named = [(clean_name(name), param) for name, param in whole_of(module).named_parameters()]
+        # of another pipeline stage: the one on the meta device, whose place is kept
+        params = [(name, here.get(name, param)) for name, param in named if self._fits(name, here.get(name, param))]
         costs = [PER_TENSOR + param.numel() for _, param in params]
         self.parts = max(1, min(parts, sum(costs) // LEAST))
         self.recorded = len(params) > 0
-        self.elements = sum(local(param).numel() for _, param in params)
+        self.elements = sum(local(param).numel() for name, param in params if name in here)
         self.sharded = any(isinstance(param, DTensor) for _, param in params)
         self._pieces: list[list[_Piece]] = [[] for _ in range(self.parts)]
         before = 0
         for (name, param), cost in zip(params, costs, strict=True):
-            self._cut(name, param, before / sum(costs), cost / sum(costs), rank)
+            if name in here and getattr(param, "over_stages", OverStages(None, True)).counts:
+                self._cut(name, param, before / sum(costs), cost / sum(costs), rank, first)
             before += cost
         self._joined = [self._factors_by_device(pieces) for pieces in self._pieces]
 
@@ -233,9 +238,9 @@ class WeightSum:
             return False
         return param.numel() > 0
 
-    def _cut(self, name: str, param: Tensor, start: float, share: float, rank: int) -> None:
+    def _cut(self, name: str, param: Tensor, start: float, share: float, rank: int, first_rank: int) -> None:
         """Add this rank's rows of a parameter, whose cost is `share` of the whole after `start`, to their parts."""
-        offsets, counts = _shard_offsets(param, rank)
+        offsets, counts = _shard_offsets(param, rank, first_rank)
         slices = param.shape[0] if param.dim() else 1
         here = local(param).shape[0] if param.dim() else 1
         cuts = [math.ceil((part / self.parts - start) / share * slices) for part in range(self.parts)]
@@ -270,15 +275,15 @@ class WeightSum:
         return result
 
 
-def _shard_offsets(param: Any, rank: int) -> tuple[list[int], bool]:
+def _shard_offsets(param: Any, rank: int, first: int) -> tuple[list[int], bool]:
     """Where this rank's shard begins in the whole parameter, by dimension, and whether this rank counts it."""
     if not isinstance(param, DTensor):
-        return [0] * max(param.dim(), 1), rank == 0
+        return [0] * max(param.dim(), 1), rank == first
     (chunk,) = param.__create_chunk_list__()
     coordinate = param.device_mesh.get_coordinate() or [0] * param.device_mesh.ndim
     copies = [index for index, placed in zip(coordinate, param.placements, strict=True) if placed.is_replicate()]
     # a mesh of fewer ranks than there are, such as of one tensor rank: the others hold the same
-    is_first = int(param.device_mesh.mesh.min()) == 0
+    is_first = int(param.device_mesh.mesh.min()) == first
     return list(chunk.offsets) or [0], is_first and not any(copies)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._core.errors import check_choice
-from lightning_tricks._core.find_modules import clean_name, find_blocks
+from lightning_tricks._core.find_modules import clean_name, find_blocks, parameters_by_name, whole_of
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import optimizer_index
@@ -41,16 +41,23 @@ def interval_figures(norms: list[float], clip_val: float | None) -> dict[str, fl
 
 
 def parameters_by_block(module: nn.Module, parameters: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """`parameters` by the repeated block that holds them; else by the largest module that holds them and no block."""
-    wanted, blocks = {id(parameter) for parameter in parameters}, list(find_blocks(module))
+    """`parameters` by the repeated block that holds them; else by the largest module that holds them and no block.
+
+    Of a pipeline stage: the parts of the whole model, of which some are empty.
+    """
+    wanted, whole = {id(parameter) for parameter in parameters}, whole_of(module)
+    blocks, here = list(find_blocks(whole)), parameters_by_name(module)
     parts: dict[str, list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in wanted:
+    for name, parameter in whole.named_parameters():
+        own = here.get(clean_name(name))
+        if whole is module and id(parameter) not in wanted:
             continue
         words = clean_name(name).split(".")
         paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
         candidates = (p for p in paths if p in blocks or not any(block.startswith(f"{p}.") for block in blocks))
-        parts.setdefault(next(candidates), []).append(parameter)
+        part = parts.setdefault(next(candidates), [])
+        if id(own) in wanted:
+            part.append(own)  # type: ignore[arg-type]
     return parts
 
 

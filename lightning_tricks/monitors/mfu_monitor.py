@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError, check_choice
@@ -15,7 +16,7 @@ from lightning_tricks._core.protocols import KnowsFlops, KnowsPeak
 from lightning_tricks._core.tensors import named_tensors_in
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.loop import is_accumulating, logging_step
-from lightning_tricks._trainer.run_facts import data_rank
+from lightning_tricks._trainer.run_facts import data_rank, stage_groups
 from lightning_tricks.accounting.device_speed import device_peak
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, counting_real_step
 from lightning_tricks.accounting.flops import Attention
@@ -110,7 +111,9 @@ def known_batch_flops(
     return None
 
 
-def flops_of_batch(counter: FlopCounter, contents: Contents, passes: int, copies: int = 1) -> BatchFlops:
+def flops_of_batch(
+    counter: FlopCounter, contents: Contents, passes: int, copies: int = 1, pipeline: Any = None
+) -> BatchFlops:
     """The FLOPs per token that were counted on one batch, or per sample if it has no tokens, to use for all batches.
 
     Args:
@@ -118,11 +121,12 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, passes: int, copies
         contents: of the batch.
         passes: backward passes in that batch; 0 where not known.
         copies: number of ranks that share the work on the batch; each has counted its own part.
+        pipeline: process group of ranks with different layers, whose parts are not equal; all must call.
 
     Raises:
         CannotCount: not everything could be counted, or the batch holds neither tokens nor samples.
     """
-    model, recompute = counter.flops
+    model, recompute = counter.flops if pipeline is None else _mean_over(pipeline, counter)
     count = contents.positions or contents.samples
     if not count:
         raise CannotCount("the batch holds no tensors before the step")
@@ -130,6 +134,21 @@ def flops_of_batch(counter: FlopCounter, contents: Contents, passes: int, copies
     missing = "".join(f", without {name}" for name in counter.uncounted)
     how = f"counted on the first batch, attention in full{missing}"
     return _constant("token" if contents.positions else "sample", flops, how, passes)
+
+
+def _mean_over(group: Any, counter: FlopCounter) -> tuple[float, float]:
+    """The mean of what the ranks of a group have counted; if one could not, none has."""
+    own: tuple[float, float] | str
+    try:
+        own = counter.flops
+    except CannotCount as error:
+        own = str(error)
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, own, group=group)
+    if failed := [each for each in everyones if isinstance(each, str)]:
+        raise CannotCount(failed[0])
+    model, recompute = (sum(each) / group.size() for each in zip(*everyones, strict=True))
+    return model, recompute
 
 
 def _constant(unit: Literal["token", "sample"], flops: Flops, how: str, passes: int = 0) -> BatchFlops:
@@ -341,7 +360,8 @@ class MFUMonitor(pl.Callback):
             if not complete:
                 raise CannotCount(f"no backward pass in {_MOST_TRIES} batches")
             copies = trainer.world_size // data_rank(trainer)[1]
-            self._use_flops(flops_of_batch(counter, self._contents, self._passes, copies))
+            pipeline = groups[1] if (groups := stage_groups(trainer)) else None
+            self._use_flops(flops_of_batch(counter, self._contents, self._passes, copies, pipeline))
         except CannotCount as error:
             name = type(trainer.lightning_module).__name__
             rank_zero_warn(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_tricks._core.accumulation import accumulation
@@ -16,7 +17,7 @@ from lightning_tricks._core.random_state import gather
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.loop import hooks_have_batch, is_accumulating, logging_step
 from lightning_tricks._trainer.objects import folder_of_run
-from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, step_samples, weights_layout
+from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, stage_groups, step_samples, weights_layout
 from lightning_tricks.logs.ledger_file import NAME, LedgerFile
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -250,7 +251,9 @@ class RunLedger(pl.Callback):
                 f"RunLedger: {type(trainer.strategy).__name__} holds no parameter whole: the ledger has no weights"
             )
             return
-        weights = WeightSum(pl_module, self.cover_weights_in_steps, trainer.global_rank)
+        groups = stage_groups(trainer)
+        first = min(dist.get_process_group_ranks(groups[0])) if groups else 0
+        weights = WeightSum(pl_module, self.cover_weights_in_steps, trainer.global_rank, first)
         self._weights = weights if weights.recorded else None
         if missing := weights.left_out:
             names = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import find_blocks
+from lightning_tricks._core.find_modules import find_blocks, whole_of
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
@@ -124,15 +124,20 @@ class UpdateMonitor(pl.Callback):
         except UsageError as error:  # a watcher must not end a run that would train
             rank_zero_warn(f"UpdateMonitor records nothing: {error}")
             roles = []
-        found = [param for param in roles if param.role in (*MATRICES, "embedding") and param.param in moving]
-        names = list(find_blocks(pl_module))
-        blocks: dict[str, int] = {}
-        self._watched = []
-        for name, param, *_ in found:
-            block = next((block for block in names if name.startswith(f"{block}.")), name.rpartition(".")[0])
-            index = blocks.setdefault(block or name, len(blocks))
-            self._watched.append(self._watch(index, param, trainer.world_size))
-        self._blocks = list(blocks)
+        whole = whole_of(pl_module)
+        of_whole = roles if whole is pl_module else param_roles(whole)
+        names, kinds = list(find_blocks(whole)), (*MATRICES, "embedding")
+        blocks: dict[str, str] = {}
+        for name, param, role, *_ in of_whole:
+            if role in kinds and (whole is not pl_module or param in moving):
+                block = next((block for block in names if name.startswith(f"{block}.")), name.rpartition(".")[0])
+                blocks[name] = block or name
+        self._blocks = list(dict.fromkeys(blocks.values()))  # of all pipeline stages, as all sum them up
+        self._watched = [
+            self._watch(self._blocks.index(blocks[name]), param, trainer.world_size)
+            for name, param, *_ in roles
+            if name in blocks and param in moving
+        ]
         if not self._watched:
             return
         device = pl_module.device

@@ -1,6 +1,7 @@
 """Clip gradients by their norm, and keep that norm: one pass, no wait for the GPU."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,21 +115,26 @@ def grad_norms_of(parts: Sequence[Sequence[Tensor]]) -> Tensor:
 
     Args:
         parts: parameters of each of n parts; parameters without a gradient are ignored. DTensor shards are summed
-            across ranks, so every rank must call.
+            across ranks, so every rank must call. Of pipeline stages: the parts of the whole model, of which some are
+            empty here.
 
     Returns:
         (n,) fp32 tensor; 0 for a part without gradients.
     """
     part_of = {id(p): number for number, part in enumerate(parts) for p in part if p.grad is not None}
-    with_grad = _with_gradient(p for part in parts for p in part)
-    if not with_grad:
+    everything = list(chain.from_iterable(parts))
+    stages = _over_stages(everything[0]).group if everything else None
+    with_grad = [each for each in _with_gradient(everything) if _over_stages(each).counts]
+    if not with_grad and stages is None:
         return torch.zeros(len(parts))
-    device = with_grad[0].device
+    device = everything[0].device
     squares = torch.zeros(len(parts), device=device)
     for group in _by_mesh(with_grad):
         norms = _norms(_gradients(group)).float()
         index = torch.tensor([part_of[id(p)] for p in group]).to(device, non_blocking=True)
         squares.index_add_(0, index, _full(norms).to(device).square())
+    if stages is not None:
+        dist.all_reduce(squares, group=stages)
     return squares.sqrt()
 
 

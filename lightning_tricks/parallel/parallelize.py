@@ -139,7 +139,7 @@ def parallelize(
     # gradients of a stage are computed in any order, of its inputs first: its weights then stay until the last one
     reshard = options.reshard_after_forward and roots is None
     for root in (module,) if roots is None else roots:
-        own = [block for block in root.modules() if block in blocks.values()]
+        own = blocks.values() if roots is None else root.blocks  # type: ignore[union-attr]
         shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 

@@ -325,6 +325,7 @@ LAYOUTS = {
     "shards": Case("adamw", ParallelDims(), guarded=True, repeats=True),
     "tensor": Case("adamw", ParallelDims(tensor=2), guarded=True, repeats=True),
     "context": Case("adamw", ParallelDims(context=2), guarded=True, repeats=True),
+    "stages": Case("adamw", ParallelDims(pipeline=2), guarded=True, repeats=True),
 }
 
 
