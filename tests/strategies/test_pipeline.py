@@ -1,12 +1,9 @@
 """Pipeline stages give the losses, norms, gradients and weights of one process, under each schedule."""
 
-from typing import Any
-
 import pytest
-import torch
 from harness.processes import end, run, start
-from mesh_runs import Case, Found, table, table_of_one
-from test_mesh import BOUNDS, MUON, differences
+from mesh_runs import Case, table, table_of_one
+from test_mesh import BOUNDS, MUON, differences, joined
 
 from lightning_tricks.parallel.dims import ParallelDims
 
@@ -36,22 +33,6 @@ FOUR = {
 }
 
 
-def joined(ranks: list[dict[str, Any]], name: str) -> Any:
-    """What all stages found together; figures are those of rank 0."""
-    said = [rank[name] for rank in ranks]
-    if any(isinstance(each, str) for each in said):
-        return next(each for each in said if isinstance(each, str))
-    for one in said:
-        for other in said:
-            for key in one.moved.keys() & other.moved.keys():
-                if not torch.equal(one.moved[key], other.moved[key]):
-                    return f"{key} differs between stages"
-    parts = [
-        {k: v for each in said for k, v in getattr(each, part).items()} for part in ("gradients", "moved", "weights")
-    ]
-    return Found(parts[0], said[0].logged, parts[1], parts[2], said[0].ledger)
-
-
 @pytest.mark.parametrize(("cases", "world"), [(TWO, 2), (FOUR, 4)], ids=["two", "four"])
 def test_every_schedule_trains_as_one_process_does(cases, world):
     alone = start(table_of_one, cases, world=1)
@@ -59,7 +40,7 @@ def test_every_schedule_trains_as_one_process_does(cases, world):
     (one,) = end(alone)
     lines = []
     for name, case in cases.items():
-        found = joined(ranks, name)
+        found = joined([rank[name] for rank in ranks])
         if isinstance(found, str):
             lines.append(f"{name}: {found}")
         else:

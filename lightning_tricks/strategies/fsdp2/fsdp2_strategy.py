@@ -221,7 +221,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
              "its loss scaling comes after the backward passes of the stages: take bf16"),
             (isinstance(rows, int) and rows % self.pipeline_micro_batches, f"data.micro_batch_size={rows} is no "
              f"multiple of pipeline_micro_batches={self.pipeline_micro_batches}: change one of the two"),
-            (trainer.state.fn == "predict", "stages give a loss, and no logits: predict in one process, or with shards"),
+            (trainer.state.fn == "predict", "stages give a loss, and no logits: predict in one process"),
             (schedule == "DualPipeV" and self.pipeline_micro_batches < stages, f"pipeline_micro_batches="
              f"{self.pipeline_micro_batches}: DualPipeV needs {stages}, one for each stage"),
         ):  # fmt: skip

@@ -3,10 +3,10 @@
 A folder names the optimizer's state by parameter; a file, and torch, number it through the optimizer's groups.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
 from lightning_tricks.optim.keep_settings_on_load import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.parallel.agreement import on_all_ranks
+from lightning_tricks.strategies.fsdp2.stage_state import join_stages, names_of_others, of_stage
 
 
 def gather(tree: Any, keep: bool) -> Any:
@@ -61,38 +62,9 @@ def state_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     state_dict, group_names = optimizer.state_dict(), _group_names(module, optimizer)
     names = [name for group in group_names for name in group]
     state = {names[index]: value for index, value in state_dict["state"].items()}
-    if (whole := whole_of(module)) is not module:
-        group_names, state = _of_all_stages(whole, group_names, state)
     groups = [{**group, "params": names} for group, names in zip(state_dict["param_groups"], group_names, strict=True)]
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _of_all_stages(
-    whole: nn.Module, group_names: Sequence[Sequence[str]], state: Mapping[str, Any]
-) -> tuple[list[list[str]], dict[str, Any]]:
-    """The names of each group over all pipeline stages, and the state of this rank with what is not sharded of theirs.
-
-    Every rank must call.
-    """
-    plain = {name: tree_map(_on_host, _not_sharded(entry)) for name, entry in state.items()}
-    found = on_all_ranks(lambda: (group_names, plain))
-    joined = {name: entry for _, entries in found for name, entry in entries.items()}
-    names = _joined_names(whole, [one for one, _ in found])
-    return names, {name: {**entry, **state.get(name, {})} for name, entry in joined.items()}
-
-
-def _joined_names(whole: nn.Module, of_ranks: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The names of each group over all pipeline stages, in the order of one process."""
-    order = {clean_name(name): place for place, (name, _) in enumerate(whole.named_parameters())}
-    return [sorted(set().union(*names), key=order.__getitem__) for names in zip(*of_ranks, strict=True)]
-
-
-def _not_sharded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if not isinstance(value, DTensor)}
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    state_dict = {**state_dict, "state": state, "param_groups": groups}
+    return state_dict if whole_of(module) is module else join_stages(module, state_dict)
 
 
 def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
@@ -183,7 +155,7 @@ def read_shards(
     weights = {clean_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
     parameters = {clean_name(name): parameter for name, parameter in module.named_parameters()}
     owners = {parameter: owner for optimizer in optimizers for parameter, owner in owners_of(optimizer).items()}
-    absent = _names_of_others(module)
+    absent = names_of_others(module)
 
     def allocate(path: KeyPath, entry: TensorStorageMetadata) -> Tensor | None:
         of_optimizer = path[0] not in ("state_dict", "model", AVERAGES)
@@ -227,14 +199,9 @@ def _cuts_a_block(shard: DTensor, saved: TensorStorageMetadata, block_size: int)
     return any(edge * row % block_size for sizes, offsets in parts for edge in (offsets[0], offsets[0] + sizes[0]))
 
 
-def _names_of_others(module: nn.Module) -> set[str]:
-    """The names of what other pipeline stages have."""
-    return {clean_name(name) for name in whole_of(module).state_dict()} - set(map(clean_name, module.state_dict()))
-
-
 def load_weights(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
     """Load whole tensors or shards into a sharded module; names may have the prefixes of wrappers or not."""
-    own, absent = module.state_dict(keep_vars=True), _names_of_others(module)
+    own, absent = module.state_dict(keep_vars=True), names_of_others(module)
     name_here = {clean_name(name): name for name in own}
     here = {name: value for name, value in state_dict.items() if clean_name(name) not in absent}
     renamed = {name_here.get(clean_name(name), name): value for name, value in here.items()}
@@ -249,8 +216,8 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             "make the module the one that was saved, or load the weights only"
         )
     for optimizer, state_dict in zip(optimizers, saved, strict=True):
-        if absent := _names_of_others(module):
-            state_dict = _of_stage(_by_name(state_dict, module, optimizer), absent)
+        if whole_of(module) is not module:
+            state_dict = of_stage(module, _group_names(module, optimizer), state_dict)
         groups = state_dict["param_groups"]
         if any(isinstance(name, str) for group in groups for name in group["params"]):
             _check_same_groups(groups, _group_names(module, optimizer))
@@ -263,34 +230,6 @@ def load_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], saved: S
             for index, entry in state_dict["state"].items()
         }
         optimizer.load_state_dict(to_low_bit(optimizer, {**state_dict, "state": state}))
-
-
-def _by_name(state_dict: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    """An optimizer's state of the whole model by name, which a file numbers; every rank of a pipeline must call."""
-    groups = state_dict["param_groups"]
-    if any(isinstance(name, str) for group in groups for name in group["params"]):
-        return state_dict
-    names = _joined_names(whole_of(module), on_all_ranks(lambda: _group_names(module, optimizer)))
-    if [len(group["params"]) for group in groups] != [len(own) for own in names]:
-        raise UsageError(
-            "the checkpoint's optimizer has other groups than this one: resume with the model and the groups that it "
-            "was saved with, or load the weights only"
-        )
-    pairs = (zip(group["params"], own, strict=True) for group, own in zip(groups, names, strict=True))
-    numbers = dict(chain.from_iterable(pairs))
-    named = [{**group, "params": own} for group, own in zip(groups, names, strict=True)]
-    state = {numbers[number]: entry for number, entry in state_dict["state"].items()}
-    return {**state_dict, "state": state, "param_groups": named}
-
-
-def _of_stage(state_dict: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
-    """The part of an optimizer's state by name that one pipeline stage has."""
-    groups = [
-        {**group, "params": [name for name in group["params"] if name not in absent]}
-        for group in state_dict["param_groups"]
-    ]
-    state = {name: entry for name, entry in state_dict["state"].items() if name not in absent}
-    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _as_shards(value: Any, like: Tensor | None) -> Any:
