@@ -178,8 +178,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Move the biases by the loads of the step, unless it was skipped, and record the loads on log steps."""
         routers, buffer = self._routers(), self._metric_buffer
-        assert buffer is not None
-        loads, logs = take_loads([*routers.values()]), buffer.is_log_step()
+        loads, logs = take_loads([*routers.values()]), buffer is not None and buffer.is_log_step()
         if loads is None or not (logs or getattr(self.config, "balance", None) == "bias"):
             return
         sums = self._over_ranks(loads[:, :-1])  # one collective of a few numbers
@@ -188,7 +187,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             skipped = getattr(optimizer, "found_inf", None)
             for router, count in zip(routers.values(), counts, strict=True):
                 router.move_bias(count, 1.0 if skipped is None else (skipped == 0).float().to(count.device))
-        if logs:
+        if buffer is not None and logs:
             each = counts.sum(1)
             tokens = each / getattr(self.config, "experts_per_token", 1)
             mean = each / counts.shape[1]

@@ -68,7 +68,8 @@ class Router(nn.Module):
             counts: (E,) tokens of each expert in a step, of all ranks.
             moves: 0 for a step that is skipped, else 1.
 
-        Source: Wang et al. 2024, https://arxiv.org/abs/2408.15664; the paper was not opened.
+        Source: Wang et al. 2024, https://arxiv.org/abs/2408.15664. torchtitan (`torchtitan/components/optimizer.py`,
+            https://github.com/pytorch/torchtitan) moves it so too, and then subtracts the mean, which chooses the same.
         """
         if self.bias is not None:
             self.bias += self.config.balance_rate * moves * (counts.mean() - counts).sign()
@@ -159,7 +160,7 @@ class Mixture(nn.Module):
         """Sums, not means: then any division into micro-batches and ranks has the gradient of the whole batch.
 
         Source: the sequence-wise loss is that of DeepSeek-V3, https://arxiv.org/abs/2412.19437, for each token of the
-            row; z-loss of routers: Zoph et al. 2022, https://arxiv.org/abs/2202.08906. The papers were not opened.
+            row; z-loss of routers: Zoph et al. 2022, https://arxiv.org/abs/2202.08906.
         """
         config, total = self.router.config, logits.new_zeros(())
         if self.training and config.router_z_weight:
