@@ -42,7 +42,7 @@ __all__ = ["LanguageModel"]
 Batch = dict[str, Tensor]
 IGNORED = -100
 # Settings that a resumed run may change: for the first weights only, or for the balance of experts from now on.
-_NO_SHAPE = {"init_std", "zero_init_outputs", "balance_rate", "sequence_balance_weight", "router_z_weight"}
+_MAY_CHANGE_ON_RESUME = {"init_std", "zero_init_outputs", "balance_rate", "sequence_balance_weight", "router_z_weight"}
 _MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
 
 
@@ -390,12 +390,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
-        self._check_origin(checkpoint, _NO_SHAPE)
+        self._check_origin(checkpoint, _MAY_CHANGE_ON_RESUME)
 
     def check_weights(self, checkpoint: dict[str, Any]) -> None:
         """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""
         self.check_mup(checkpoint)
-        self._check_origin(checkpoint, {*_NO_SHAPE, "max_seq_len", "rope_theta"})
+        self._check_origin(checkpoint, {*_MAY_CHANGE_ON_RESUME, "max_seq_len", "rope_theta"})
 
     def _check_origin(self, checkpoint: dict[str, Any], may_differ: set[str]) -> None:
         data: Any = getattr(trainer_of(self), "datamodule", None)

@@ -28,7 +28,8 @@ from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
 __all__ = ["Decoder"]
 
-_WRITE_TO_STREAM = ("attn.o", "mlp.down", "experts.down", "shared.down")
+_EXPERT_OUTPUTS = ("experts.down", "shared.down")
+_RESIDUAL_OUTPUTS = ("attn.o", "mlp.down", *_EXPERT_OUTPUTS)  # layers whose result is added to the residual stream
 
 
 class MLP(nn.Module):
@@ -215,9 +216,10 @@ class Decoder(nn.Module):
         Raises:
             UsageError: experts, or a norm over the heads of all ranks.
         """
-        for option in ("n_experts", "qk_norm"):
-            if (value := getattr(self.config, option)) == "whole" or (option == "n_experts" and value):
-                raise UsageError(f"mesh.tensor: decoder.{option}={value} is not divided over ranks: leave it at 1")
+        config = self.config
+        if config.n_experts is not None or config.qk_norm == "whole":
+            option = "qk_norm=whole" if config.n_experts is None else f"n_experts={config.n_experts}"
+            raise UsageError(f"mesh.tensor: decoder.{option} is not divided over ranks: leave mesh.tensor at 1")
         plan = {
             "embed": "embedding_rowwise", "norm": "sequence_parallel", "head": "vocabulary",
             "blocks.*.attn_norm": "sequence_parallel", "blocks.*.mlp_norm": "sequence_parallel",
@@ -274,8 +276,9 @@ class Decoder(nn.Module):
             if isinstance(found, Tensor):
                 x = found
                 continue
-            x, of_experts, load = found
-            x, loss = counted(x, load, block.mlp.router), of_experts if loss is None else loss + of_experts  # type: ignore[union-attr]
+            x, own, load = found
+            x = counted(x, load, cast(Mixture, block.mlp).router)
+            loss = own if loss is None else loss + own
         normed = self.norm(x)
         if self.logit_multiplier != 1.0:
             normed = normed * self.logit_multiplier
@@ -319,12 +322,12 @@ class Decoder(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding, Router, Experts)):
                 for local, weight in module.named_parameters():
-                    of_experts = f"{name}.{local}".removesuffix(".weight")
+                    path = f"{name}.{local}".removesuffix(".weight")
                     if local == "bias":
                         weight.zero_()
                         continue
-                    std = scaled if of_experts.endswith(_WRITE_TO_STREAM) else self.config.init_std
-                    _draw_normal(weight, std * self._growth(of_experts) ** -0.5, generator)
+                    std = scaled if path.endswith(_RESIDUAL_OUTPUTS) else self.config.init_std
+                    _draw_normal(weight, std * self._growth(path) ** -0.5, generator)
                 if isinstance(module, Router) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
@@ -337,7 +340,7 @@ class Decoder(nn.Module):
         here, base = self.config, self.base
         if name.endswith("mlp.down"):
             return here.ffn_width / base.ffn_width
-        if name.endswith(_WRITE_TO_STREAM[2:]):
+        if name.endswith(_EXPERT_OUTPUTS):
             return cast(Llama, here).expert_width / cast(Llama, base).expert_width
         return here.d_model / base.d_model
 

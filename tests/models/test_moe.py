@@ -242,7 +242,9 @@ def test_a_mixture_that_cannot_be_is_one_line(options, says):
 @pytest.mark.parametrize("option", ["n_experts", "qk_norm"])
 def test_tensor_ranks_and_parts_of_rows_are_refused_in_one_line(option):
     decoder = Decoder(CONFIG if option == "n_experts" else Llama(**SIZES, qk_norm="whole"))
-    with pytest.raises(UsageError, match=f"^mesh.tensor: decoder.{option}=.* is not divided over ranks: leave it at 1"):
+    with pytest.raises(
+        UsageError, match=f"^mesh.tensor: decoder.{option}=.* is not divided over ranks: leave mesh.tensor at 1"
+    ):
         decoder.parallel_plan()
     if option == "n_experts":
         with pytest.raises(UsageError, match=r"^mesh.context: decoder.sequence_balance_weight=0.01 needs whole rows"):
