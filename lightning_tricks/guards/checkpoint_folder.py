@@ -29,6 +29,7 @@ LAST = "last.ckpt"
 Records = Mapping[str, Record]  # by the name of the file or folder
 _PATTERN = "*.ckpt"
 _LOCK = threading.Lock()  # around changes of a folder, which the thread that writes makes too
+_READING = threading.Lock()  # so that what both threads meet at once is read by one of them
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the process's limit
 
 
@@ -171,11 +172,12 @@ class CheckpointFolder:
         file = identity(path)
         if not file:
             return None
-        known = self._known.get(path.name)
-        if known is None or known[0] != file:
-            record = record_or_none(path)
-            known = self._known[path.name] = file, record and replace(record, checksums={})
-        return known[1]
+        with _READING:
+            known = self._known.get(path.name)
+            if known is None or known[0] != file:
+                record = record_or_none(path)
+                known = self._known[path.name] = file, record and replace(record, checksums={})
+            return known[1]
 
     def records(self) -> dict[str, Record]:
         """The records of all checkpoints that have one; those of other programs, and damaged ones, are left out."""

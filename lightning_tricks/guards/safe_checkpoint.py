@@ -470,11 +470,8 @@ def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
 def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
     """Get the host's memory for the first save ahead of it, where this rank will copy what it holds."""
     strategy = trainer.strategy
-    if (
-        strategy.is_global_zero
-        if weights_layout(strategy) == "whole"
-        else getattr(strategy, "_save_distributed_checkpoint", False)
-    ):
+    is_whole = weights_layout(strategy) == "whole"
+    if strategy.is_global_zero if is_whole else getattr(strategy, "_save_distributed_checkpoint", False):
         states = [layer.state for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
         leaves = tree_leaves([dict(state) for state in states])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,6 +1,6 @@
 """The reference language model: token ids in, logits out; Llama or GPT-2 by its config, in plain PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,28 +20,32 @@ from lightning_tricks.models.attention import (
     block_norm,
     part_mask,
 )
-from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.models.decoder_config import DecoderConfig, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models.moe import Experts, Mixture, Router, counted
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
 __all__ = ["Decoder"]
 
+_EXPERT_OUTPUTS = ("experts.down", "shared.down")
+_RESIDUAL_OUTPUTS = ("attn.o", "mlp.down", *_EXPERT_OUTPUTS)  # layers whose result is added to the residual stream
+
 
 class MLP(nn.Module):
     """The feed-forward half of a block, which treats each position alone."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, width: int | None = None) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, width = config.activation, width or config.ffn_width
         if config.activation == "swiglu":
-            self.gate = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
-        self.up = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
-        self.down = nn.Linear(config.ffn_width, config.d_model, bias=config.bias)
+            self.gate = nn.Linear(config.d_model, width, bias=config.bias)
+        self.up = nn.Linear(config.d_model, width, bias=config.bias)
+        self.down = nn.Linear(width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, length, d_model) to the same shape."""
+        """Map (..., d_model) to the same shape."""
         if self.activation == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
         if self.activation == "gelu":
@@ -50,23 +54,41 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each of which reads the normalised residual stream and adds to it."""
+    """Attention and MLP, each of which reads the normalised residual stream and adds to it.
 
-    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
+    With experts, block number `dense_layers` and all after it have a `Mixture` in place of the MLP, and return its loss
+    and its loads beside the stream.
+    """
+
+    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None, number: int = 0) -> None:
         super().__init__()
         self.attn_norm = block_norm(config)
         self.attn = Attention(config, base)
         self.mlp_norm = block_norm(config)
-        self.mlp = MLP(config)
+        self.mlp: MLP | Mixture
         self.checkpointing: Mode = "none"
-        self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
+        self.n_linears: int | None
+        self.router_linear: int | None = None
+        if isinstance(config, Llama) and config.n_experts is not None and number >= config.dense_layers:
+            shared = MLP(config, config.n_shared_experts * config.expert_width) if config.n_shared_experts else None
+            self.mlp = Mixture(config, shared)
+            # the router comes after attention's four; without a shared expert, the last linear layer is the router
+            self.router_linear, self.n_linears = 5, None if shared is None else 8
+        else:
+            self.mlp = MLP(config)
+            self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`."""
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Any:
+        """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`.
+
+        Returns:
+            the stream, or with a `Mixture` a tuple of the stream, the loss and the loads, as that has them.
+        """
         if cache is not None:
             return self._layer(x, rope, mask, cache)
         # Inside forward: FSDP2 and torch.compile then treat the checkpoint as a part of the block.
-        return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
+        own = {"linears": self.n_linears, "router": self.router_linear}
+        return checkpointed(self.checkpointing, self._layer, x, rope, mask, **own)
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
@@ -74,10 +96,11 @@ class Block(nn.Module):
         gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
         return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Any:
         dtype = matmul_dtype(x)
         x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
-        return x + self.mlp(self.mlp_norm(x).to(dtype))
+        found = self.mlp(self.mlp_norm(x).to(dtype))
+        return x + found if isinstance(found, Tensor) else (x + found[0], *found[1:])
 
 
 class Head(nn.Linear):
@@ -138,7 +161,7 @@ class Decoder(nn.Module):
                 self.positions = nn.Embedding(config.max_seq_len, config.d_model)
             else:
                 self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
-            self.blocks = nn.ModuleList(Block(config, base) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(Block(config, base, number) for number in range(config.n_layers))
             self.norm = block_norm(config)
             self.head = Head(config.d_model, config.vocab_size)
         self._tie()
@@ -163,10 +186,13 @@ class Decoder(nn.Module):
             cache: keys and values of the tokens before these, to which theirs are added. Not with `document_ids`.
 
         Returns:
-            (batch, length, vocab_size), or a scalar in nats.
+            (batch, length, vocab_size), or a scalar in nats, in training with the losses of experts.
         """
-        features = self.features(input_ids, document_ids, cache)
-        return self.head(features) if labels is None else self.head(features, self.own_part(labels))
+        features, loss = self.features_and_loss(input_ids, document_ids, cache)
+        if labels is None:
+            return self.head(features)
+        nats = self.head(features, self.own_part(labels))
+        return nats if loss is None else nats + loss
 
     def pipeline_plan(self) -> dict[str, str]:
         """The stages that have the parts beside the blocks, see `HasStages`."""
@@ -175,25 +201,30 @@ class Decoder(nn.Module):
 
     def stage(
         self,
-        x: Tensor | None,
+        hidden: Any,
         blocks: Sequence[nn.Module],
         *,
         last: bool,
         input_ids: Tensor,
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> Tensor:
-        """What one pipeline stage computes, see `HasStages`; the first one embeds, the last one needs `labels`."""
-        if x is None:
+    ) -> Any:
+        """What one pipeline stage computes, see `HasStages`; the first one embeds, the last one needs `labels`.
+
+        With experts their losses so far go from stage to stage beside the residual stream.
+        """
+        if hidden is None:
             x = self._embedded(input_ids, document_ids, begin=0)
-        rope, mask = self._rope(x, input_ids.shape[1], begin=0), self._mask(document_ids)
-        for block in blocks:
-            x = block(x, rope, mask)
+            loss = None if self.config.n_experts is None else torch.zeros((), device=x.device)
+        else:
+            x, loss = hidden if isinstance(hidden, tuple) else (hidden, None)
+        x, loss = self._through(blocks, x, loss, self._rope(x, input_ids.shape[1], 0), self._mask(document_ids))
         if not last:
-            return x
+            return x if loss is None else (x, loss)
         if labels is None:
             raise UsageError("mesh.pipeline: stages give a loss, and no logits: take one process, or tensor ranks")
-        return self.head(self._normed(x), self.own_part(labels))
+        nats = self.head(self._normed(x), self.own_part(labels))
+        return nats if loss is None else nats + loss
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The part of rows (batch, length, ...) that this rank has under context parallelism; without it, all."""
@@ -205,8 +236,23 @@ class Decoder(nn.Module):
             if isinstance(part, Decoder | Attention):
                 part.context = context
 
+    def check_context_parallel(self) -> None:
+        """Refuse a loss that is made of whole rows."""
+        if weight := getattr(self.config, "sequence_balance_weight", 0.0):
+            raise UsageError(
+                f"mesh.context: decoder.sequence_balance_weight={weight} needs whole rows: leave one of them out"
+            )
+
     def parallel_plan(self) -> dict[str, str]:
-        """How the layers are divided over tensor ranks, see `parallel.tensor.plan_of`."""
+        """How the layers are divided over tensor ranks, see `parallel.tensor.plan_of`.
+
+        Raises:
+            UsageError: experts, or a norm over the heads of all ranks.
+        """
+        config = self.config
+        if config.n_experts is not None or config.qk_norm == "whole":
+            option = "qk_norm=whole" if config.n_experts is None else f"n_experts={config.n_experts}"
+            raise UsageError(f"mesh.tensor: decoder.{option} is not divided over ranks: leave mesh.tensor at 1")
         plan = {
             "embed": "embedding_rowwise", "norm": "sequence_parallel", "head": "vocabulary",
             "blocks.*.attn_norm": "sequence_parallel", "blocks.*.mlp_norm": "sequence_parallel",
@@ -236,16 +282,16 @@ class Decoder(nn.Module):
 
         It is scaled by muP's multiplier of the logits, base width / width.
         """
+        return self.features_and_loss(input_ids, document_ids, cache)[0]
+
+    def features_and_loss(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`features`, and the losses of experts, in nats summed over tokens, to add to that loss; None: no experts."""
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         x = self._embedded(input_ids, document_ids, begin)
-        mask, rope = self._mask(document_ids), self._rope(x, length, begin)
-        if cache is None:
-            for block in self.blocks:
-                x = block(x, rope, mask)
-        else:
-            for block, layer in zip(self.blocks, cache.layers, strict=True):
-                x = block(x, rope, mask, layer)
-        return self._normed(x)
+        x, loss = self._through(self.blocks, x, None, self._rope(x, length, begin), self._mask(document_ids), cache)
+        return self._normed(x), loss
 
     def _embedded(self, input_ids: Tensor, document_ids: Tensor | None, begin: int) -> Tensor:
         """The residual stream before the blocks, of this rank's part of the rows."""
@@ -258,6 +304,26 @@ class Decoder(nn.Module):
             return x
         positions = _positions_in_documents(input_ids, document_ids, begin)
         return x + self.positions(self.own_part(positions.view(-1, length)).view(*positions.shape[:-1], -1))
+
+    def _through(
+        self,
+        blocks: Iterable[nn.Module],
+        x: Tensor,
+        loss: Tensor | None,
+        rope: Rope | None,
+        mask: Tensor | None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after some blocks, and the losses of their experts added to `loss`."""
+        for number, block in enumerate(blocks):
+            found = block(x, rope, mask) if cache is None else block(x, rope, mask, cache.layers[number])
+            if isinstance(found, Tensor):
+                x = found
+                continue
+            x, own, load = found
+            x = counted(x, load, cast(Mixture, block.mlp).router)
+            loss = own if loss is None else loss + own
+        return x, loss
 
     def _rope(self, x: Tensor, length: int, begin: int) -> Rope | None:
         """The rotary tables of this rank's part of the rows."""
@@ -279,6 +345,11 @@ class Decoder(nn.Module):
             normed = normed * self.logit_multiplier
         return normed.to(matmul_dtype(x))
 
+    def routers(self) -> dict[str, Router]:
+        """The routers of the blocks that have experts, by the names of the blocks."""
+        blocks = {f"blocks.{number}": cast(Block, block).mlp for number, block in self.blocks.named_children()}
+        return {name: mlp.router for name, mlp in blocks.items() if isinstance(mlp, Mixture)}
+
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
 
@@ -297,8 +368,8 @@ class Decoder(nn.Module):
         """Draw every weight again, and fill the tables of positions; shards get the values of a run on one device.
 
         Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
-        `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
-        `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
+        `mlp.down`, and `down` of experts), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero
+        with `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
         published. With a `base`, the standard deviation of matrices in blocks is divided by
         sqrt(inputs in this model / inputs in the base model).
 
@@ -314,15 +385,20 @@ class Decoder(nn.Module):
         modules, device = dict(self.named_modules()), next(self.parameters()).device
         for name, module in whole.named_modules():
             own = modules.get(name)
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
-                std *= self._growth(name) ** -0.5
-                # what other stages have is drawn all the same, so that the values are those of one process
-                weight = weights.get(module.weight)
-                _draw_normal(
-                    torch.empty(module.weight.shape, device=device) if weight is None else weight, std, generator
-                )
-                if isinstance(own, nn.Linear) and own.bias is not None:
+            if isinstance(module, (nn.Linear, nn.Embedding, Router, Experts)):
+                for local, weight in module.named_parameters():
+                    path, mine = f"{name}.{local}".removesuffix(".weight"), weights.get(weight)
+                    if local == "bias":
+                        if mine is not None:
+                            mine.zero_()
+                        continue
+                    if (
+                        mine is None
+                    ):  # of another stage: drawn all the same, so that the values are those of one process
+                        mine = torch.empty(weight.shape, device=device)
+                    std = scaled if path.endswith(_RESIDUAL_OUTPUTS) else self.config.init_std
+                    _draw_normal(mine, std * self._growth(path) ** -0.5, generator)
+                if isinstance(own, Router) and own.bias is not None:
                     own.bias.zero_()
             elif isinstance(own, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
                 own.reset_parameters()
@@ -332,7 +408,11 @@ class Decoder(nn.Module):
         if not name.startswith("blocks."):
             return 1.0
         here, base = self.config, self.base
-        return here.ffn_width / base.ffn_width if name.endswith("mlp.down") else here.d_model / base.d_model
+        if name.endswith("mlp.down"):
+            return here.ffn_width / base.ffn_width
+        if name.endswith(_EXPERT_OUTPUTS):
+            return cast(Llama, here).expert_width / cast(Llama, base).expert_width
+        return here.d_model / base.d_model
 
     def _tie(self) -> None:
         if self.config.tie_embeddings and self.embed is not None and self.head is not None:  # None on other stages

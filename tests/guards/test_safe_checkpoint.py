@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,7 +141,13 @@ def test_a_save_in_the_background_finds_the_memory_for_the_model_ready(tmp_path,
 
 def test_the_record_of_an_archive_is_read_once(tmp_path, monkeypatch):
     opened, real = [], checkpoint_folder.record_or_none
-    monkeypatch.setattr(checkpoint_folder, "record_or_none", lambda path: opened.append(path.name) or real(path))
+
+    def slow(path):  # so that the thread that writes and the main one often meet the same file
+        opened.append(path.name)
+        time.sleep(0.02)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint_folder, "record_or_none", slow)
     fit(every(1, tmp_path, keep_last=3, asynchronous=True), steps=8)
     assert sorted(opened) == [f"step={step}.ckpt" for step in range(1, 9)]
     assert steps(tmp_path) == [6, 7, 8]
