@@ -48,6 +48,17 @@ class HasStages(Protocol):
 
 
 @runtime_checkable
+class CountsInBackward(Protocol):
+    """A module to which backward passes add what they count, as the router of experts.
+
+    Attributes:
+        loads: one item for each backward pass; always the same list.
+    """
+
+    loads: list[Any]
+
+
+@runtime_checkable
 class KnowsBaseShapes(Protocol):
     """A LightningModule for MuP."""
 

@@ -22,7 +22,7 @@ from lightning_tricks.models.attention import (
 )
 from lightning_tricks.models.decoder_config import DecoderConfig, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
-from lightning_tricks.models.moe import Experts, Mixture, Router, counted
+from lightning_tricks.models.moe import Experts, Mixture, Router, count_in_backward
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
@@ -321,7 +321,7 @@ class Decoder(nn.Module):
                 x = found
                 continue
             x, own, load = found
-            x = counted(x, load, cast(Mixture, block.mlp).router)
+            count_in_backward(x, load, cast(Mixture, block.mlp).router)
             loss = own if loss is None else loss + own
         return x, loss
 

@@ -183,26 +183,15 @@ def _loads(logits: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
     return torch.cat((counts, torch.special.entr(shares).sum().view(1), logits.amax().view(1)))
 
 
-class _CountInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, load: Tensor, loads: list[Tensor]) -> Tensor:
-        ctx.load, ctx.loads = load, loads
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.loads.append(ctx.load)
-        return grad, None, None
-
-
 @torch.compiler.disable
-def counted(x: Tensor, load: Tensor, router: Router) -> Tensor:
-    """`x`, the output of a block: its backward pass adds `load` to the router's `loads`.
+def count_in_backward(x: Tensor, load: Tensor, router: Router) -> None:
+    """Let the backward pass of `x`, the output of a block, add `load` to the router's `loads`.
 
     Called outside of the block: so activation checkpointing, which runs the block twice, counts once, and a validation,
     which has no backward pass, counts nothing.
     """
-    return _CountInBackward.apply(x, load, router.loads)
+    if x.requires_grad:
+        x.register_hook(lambda _: router.loads.append(load))  # gives None, and so changes no gradient
 
 
 def take_loads(routers: list[Router]) -> Tensor | None:

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name, parameters_by_name, repeated_blocks
-from lightning_tricks._core.protocols import HasStages
+from lightning_tricks._core.protocols import CountsInBackward, HasStages
 from lightning_tricks._core.tensors import OverStages
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -238,7 +238,7 @@ class _HasGradients(torch.autograd.Function):
     """A loss whose gradients exist already: its backward pass multiplies them by its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor, held: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, held: "SetAside") -> Tensor:
         ctx.held = held
         return loss.clone()
 
@@ -246,9 +246,11 @@ class _HasGradients(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         if ctx.held is None:
             raise RuntimeError("the loss of a pipeline has one backward pass: call the model again for another one")
-        for parameter, gradient in ctx.held:
+        for parameter, gradient in ctx.held.gradients:
             gradient.mul_(factor.to(gradient.dtype))
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for counts, made in ctx.held.counts:
+            counts += made
         ctx.held = None
         return None, factor, None
 
@@ -328,7 +330,7 @@ class Pipeline:
             rows_of = next(iter(tensors.values()))
             target = rows_of if self.count - 1 in self.stages else None
             losses: list[Tensor] = []
-            with set_aside(list(self.model.parameters())) as held:
+            with set_aside(self.model) as held:
                 first = (rows_of,) if 0 in self.stages else ()  # of which the stage takes nothing
                 self._made[key].step(*first, target=target, losses=losses, return_outputs=False, **inputs)
                 self._sum_tied()  # in each call, so that accumulation adds nothing twice
@@ -433,15 +435,28 @@ class Pipeline:
             parameter.grad = gradient
 
 
+@dataclass(frozen=True)
+class SetAside:
+    """What backward passes made within `set_aside`: gradients by parameter, and items by the list they are added to."""
+
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    counts: list[tuple[list[Any], list[Any]]] = field(default_factory=list)
+
+
 @contextmanager
-def set_aside(parameters: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The gradients that are made within the `with`, alone; those from before are there again after it."""
-    before = [parameter.grad for parameter in parameters]
-    held: list[tuple[Tensor, Tensor]] = []
+def set_aside(model: nn.Module) -> Iterator[SetAside]:
+    """What backward passes make within the `with`, alone; gradients and counts from before are there again after it."""
+    parameters, counts = list(model.parameters()), [m.loads for m in model.modules() if isinstance(m, CountsInBackward)]
+    before, counted, held = [parameter.grad for parameter in parameters], [list(each) for each in counts], SetAside()
     for parameter in parameters:
         parameter.grad = None
+    for each in counts:
+        each.clear()
     yield held
     for parameter, gradient in zip(parameters, before, strict=True):
         if parameter.grad is not None:
-            held.append((parameter, parameter.grad))
+            held.gradients.append((parameter, parameter.grad))
         parameter.grad = gradient
+    for each, earlier in zip(counts, counted, strict=True):
+        held.counts.append((each, list(each)))
+        each[:] = earlier

@@ -144,6 +144,7 @@ EXPERTS = Llama(
     balance_rate=0.001, router_z_weight=0.01,
 )  # fmt: skip
 OF_ROWS = dataclasses.replace(EXPERTS, sequence_balance_weight=0.05)
+DEEP_EXPERTS = dataclasses.replace(OF_ROWS, n_layers=8, dense_layers=3)  # a stage has none, one has both kinds
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,
     "Lightning's fp16": lambda: pl.plugins.MixedPrecision("16-mixed", "cpu"),
@@ -162,6 +163,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "experts": lambda: Ours(EXPERTS),
     "experts, balanced by rows": lambda: Ours(OF_ROWS),
+    "deep experts": lambda: Ours(DEEP_EXPERTS),
     "hugging face": HuggingFace,
     "phi 3": lambda: HuggingFace(Phi3Config),
     "olmo 2": lambda: HuggingFace(Olmo2Config),

@@ -20,11 +20,16 @@ TWO = {
     "DualPipeV, checkpointed": Case(
         "deep", STAGES, {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "full"}
     ),
+    "1F1B, experts": Case("deep experts", STAGES, {"activation_checkpointing": "selective"}, accumulate=2),
+    "Interleaved1F1B, experts": Case("deep experts", STAGES, {"pipeline_schedule": "Interleaved1F1B"}),
+    "InterleavedZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "InterleavedZeroBubble"}),
+    "ZBVZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
 }
 FOUR = {
     "4 stages": Case("deep", ParallelDims(pipeline=4)),
     "4 x 2 stages, tied": Case("deep gpt2", ParallelDims(pipeline=4), {"pipeline_schedule": "Interleaved1F1B"}),
     "stages and shards, tied": Case("deep gpt2", STAGES, {"pipeline_micro_batches": 2}, accumulate=2, documents=True),
+    "stages, shards and experts": Case("deep experts", STAGES, {"pipeline_micro_batches": 2}, accumulate=2),
     "ZBV and shards": Case("deep", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
     "stages and tensor, tied": Case("deep gpt2", ParallelDims(pipeline=2, tensor=2)),
     "stages and tensor, Muon": Case("deep muon", ParallelDims(pipeline=2, tensor=2)),
