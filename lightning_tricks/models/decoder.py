@@ -387,15 +387,12 @@ class Decoder(nn.Module):
             own = modules.get(name)
             if isinstance(module, (nn.Linear, nn.Embedding, Router, Experts)):
                 for local, weight in module.named_parameters():
-                    path, mine = f"{name}.{local}".removesuffix(".weight"), weights.get(weight)
+                    path = f"{name}.{local}".removesuffix(".weight")
+                    # what other stages have is drawn all the same, so that the values are those of one process
+                    mine = weights[weight] if weight in weights else torch.empty(weight.shape, device=device)
                     if local == "bias":
-                        if mine is not None:
-                            mine.zero_()
+                        mine.zero_()
                         continue
-                    if (
-                        mine is None
-                    ):  # of another stage: drawn all the same, so that the values are those of one process
-                        mine = torch.empty(weight.shape, device=device)
                     std = scaled if path.endswith(_RESIDUAL_OUTPUTS) else self.config.init_std
                     _draw_normal(mine, std * self._growth(path) ** -0.5, generator)
                 if isinstance(own, Router) and own.bias is not None:

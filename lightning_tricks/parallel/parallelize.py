@@ -17,6 +17,7 @@ from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
+from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.shard import largest_group, local_bytes, refuse_unshardable, shard_module
 from lightning_tricks.parallel.tensor import (
     activations_sent,
@@ -137,9 +138,9 @@ def parallelize(
         if options.compile_blocks:
             block.compile()
     # gradients of a stage are computed in any order, of its inputs first: its weights then stay until the last one
-    reshard = options.reshard_after_forward and roots is None
+    reshard, of_blocks = options.reshard_after_forward and roots is None, set(blocks.values())
     for root in (module,) if roots is None else roots:
-        own = blocks.values() if roots is None else root.blocks  # type: ignore[union-attr]
+        own = [block for block in root.modules() if block in of_blocks]
         shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
@@ -192,7 +193,9 @@ class Traffic:
         return (self.gathered + self.reduced + self.per_token * tokens) * (self.ranks - 1) / self.ranks
 
 
-def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[Traffic]:
+def traffic(
+    dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module, stages: int = 1
+) -> list[Traffic]:
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
@@ -204,6 +207,7 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         plan: over the tensor ranks.
         options: of `parallelize`.
         module: after it.
+        stages: of each pipeline rank.
     """
     weights, gradients = _gathered_bytes(dims, options.policy, module)
     size = (options.policy.param_dtype or next(module.parameters()).dtype).itemsize  # of an activation's element
@@ -228,6 +232,12 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         count = f"{_kib(a_token)} a token, " if a_token else ""
         line = f"{dims.context} context ranks: {count}{what} of each row, and their gradients"
         found.append(Traffic("context", dims.context, per_token=a_token, line=line))
+    if dims.pipeline > 1:
+        # a rank gets each hidden state that the one before has sent, and gradients from the one behind; not the ends
+        embeddings = (part.embedding_dim for part in whole_of(module).modules() if isinstance(part, nn.Embedding))
+        a_token = 2 * stages * next(embeddings, 0) * size
+        line = f"{dims.pipeline} pipeline ranks a token: {_kib(a_token)} of hidden states and their gradients"
+        found.append(Traffic("pipeline", dims.pipeline, per_token=a_token, line=line))
     return found
 
 
@@ -254,7 +264,9 @@ def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn
     return gathered, reduced
 
 
-def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module) -> str:
+def layout_table(
+    dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module, cut: Cut | None = None
+) -> str:
     """The lines that tell how `module` was divided, as rank 0 sees it.
 
     Args:
@@ -262,6 +274,7 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
         made: what `parallelize` returned.
         options: that it was given.
         module: after it.
+        cut: the stages, with pipeline ranks.
     """
     names, scalars = list(made.blocks), [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     few = names if len(names) < 3 else [names[0], "...", names[-1]]
@@ -280,7 +293,11 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
         lines.append(("tensor", f"{len(made.plan)} entries of the plan divide matrices{rows_too}"))
     if dims.context > 1:
         lines.append(("context", f"each rank has 1/{dims.context} of each row; {options.context_method}"))
-    lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module)]
+    if cut is not None:
+        counts = " ".join(str(len(own)) for own in cut.layers)
+        lines.append(("stages", f"{cut.count}, of {counts} layers; rank 0 has {', '.join(map(str, cut.stages))}"))
+    stages = 1 if cut is None else len(cut.stages)
+    lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module, stages)]
     return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in lines)])
 
 

@@ -137,6 +137,7 @@ class MemoryPlan:
         tokens = setup.tokens
         compute = tokens * self.flops_per_token / (self.mfu * self.device.peak)
         compute /= dims.world / dims.loss_ranks  # ranks that have the same tokens share the work
+        compute /= 1 - self.whole.waits
         return step_time(compute, setup.micro_batches, tokens, dims, self.whole.traffic, self.links)
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,6 +155,8 @@ class MemoryPlan:
             "parameters": dict(self.parameters),
             "active_parameters": self.active,
             "memory_bytes": instants,
+            "pipeline_rank_bytes": {} if self.memory is None else dict(self.memory.ranks),
+            "pipeline_waits": self.whole.waits,
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
             "changes": [{"options": list(one.options), "why": one.why, "peak_bytes": one.peak} for one in self.changes],

@@ -200,8 +200,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._check_pipeline(dims)
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
-            if dims.pipeline > 1:
-                self._cut(copy_on_meta(module), dims, 0)
+            self.cut_stages(copy_on_meta(module), dims, 0)
 
     def _check_pipeline(self, dims: ParallelDims) -> None:
         """Refuse options and rows that stages cannot have."""
@@ -228,11 +227,16 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             if wrong:
                 raise UsageError(f"mesh.pipeline: {line}")
 
-    def _cut(self, module: nn.Module, dims: ParallelDims, rank: int) -> tuple[str, Any, Cut]:
-        """Name and module of the model that is cut, and what is left of it on a rank."""
-        name, model = find_pipelined(module)
+    def cut_stages(self, module: nn.Module, dims: ParallelDims, rank: int) -> Cut | None:
+        """Leave in a module what the pipeline stages of a rank have, in place; None where there are no stages."""
+        if dims.pipeline == 1:
+            return None
+        whole, (name, model) = copy_on_meta(module), find_pipelined(module)
         place = dims.place(rank, "pipeline")
-        return name, model, cut(model, place, dims.pipeline, self.pipeline_schedule, self.layers_per_stage)
+        made = cut(model, place, dims.pipeline, self.pipeline_schedule, self.layers_per_stage)
+        vars(module)["_whole_module"] = whole
+        vars(model)["_whole_module"] = whole.get_submodule(name)
+        return made
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Join a value over the ranks that have different tokens; tensor ranks have the same values."""
@@ -307,14 +311,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         state = shard.Rank0State(module) if from_rank_0 else None
         if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
-        pipelined = None
-        if self.dims.pipeline > 1:
-            whole = copy_on_meta(module)
-            pipelined = self._cut(module, self.dims, self.global_rank)
-            vars(module)["_whole_module"] = whole
-            vars(pipelined[1])["_whole_module"] = whole.get_submodule(pipelined[0])
-        roots = None if pipelined is None else list(pipelined[2].stages.values())
-        made = parallelize(module, self.groups, self.options, roots)
+        stages = self.cut_stages(module, self.dims, self.global_rank)
+        made = parallelize(module, self.groups, self.options, stages and list(stages.stages.values()))
         if not made.blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
@@ -323,8 +321,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
         module._scalars = shard.Scalars(module)
         module._gather_on_call = module._pipeline = None
-        if pipelined is not None:
-            self._call_stages(*pipelined)
+        if stages is not None:
+            module._pipeline = stages.model.forward = Pipeline(
+                stages, self.groups.pipeline, self.pipeline_schedule, self.pipeline_micro_batches, self.groups.ends,
+                self.root_device,
+            )  # fmt: skip
         else:
             if not module.automatic_optimization:
                 module._gather_on_call = GatherOnCall(module, made.blocks.values())
@@ -334,17 +335,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         module._sharded_with = self._own_sharding = self._sharding
         if state is not None:
             state.scatter(module, self.root_device)
-        rank_zero_info(*layout_table(self.dims, made, self.options, module).split("\n"))
+        rank_zero_info(*layout_table(self.dims, made, self.options, module, stages).split("\n"))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
         self._partial_gradients = PartialGradients(module, self.groups.tensor) if self.dims.tensor > 1 else None
-
-    def _call_stages(self, name: str, model: Any, made: Cut) -> None:
-        """Let a call of the model run the stages of all ranks."""
-        groups = self.groups
-        self._module._pipeline = model.forward = Pipeline(
-            name, model, made.stages, made.count, groups.pipeline, self.pipeline_schedule,
-            self.pipeline_micro_batches, made.tied, groups.ends, self.root_device,
-        )  # fmt: skip
 
     @property
     def options(self) -> ParallelOptions:
