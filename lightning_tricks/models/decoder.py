@@ -14,9 +14,11 @@ from lightning_tricks.models.attention import (
     Attention,
     KVCache,
     LayerCache,
+    Mask,
     Rope,
     RotaryPositions,
     block_norm,
+    packed_documents,
     part_mask,
 )
 from lightning_tricks.models.decoder_config import DecoderConfig
@@ -60,20 +62,20 @@ class Block(nn.Module):
         self.checkpointing: Mode = "none"
         self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`."""
         if cache is not None:
             return self._layer(x, rope, mask, cache)
         # Inside forward: FSDP2 and torch.compile then treat the checkpoint as a part of the block.
         return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
 
-    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
         x = self.attn_norm(x).to(matmul_dtype(x))
         gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
         return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         dtype = matmul_dtype(x)
         x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
         return x + self.mlp(self.mlp_norm(x).to(dtype))
@@ -151,6 +153,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each position, or with `labels` the sum of their cross-entropies.
 
@@ -160,11 +163,13 @@ class Decoder(nn.Module):
             labels: (batch, length) int64, the token after each position; -100 does not count. The loss is computed
                 in this call, a slice at a time: the full logits never exist, and shards of the head stay gathered.
             cache: keys and values of the tokens before these, to which theirs are added. Not with `document_ids`.
+            document_starts: (batch, documents) int32: the position in its row at which each document of `document_ids`
+                begins, then `length` as padding. CUDA needs them to attend without a dense mask.
 
         Returns:
             (batch, length, vocab_size), or a scalar in nats.
         """
-        features = self.features(input_ids, document_ids, cache)
+        features = self.features(input_ids, document_ids, cache, document_starts)
         return self.head(features) if labels is None else self.head(features, self.own_part(labels))
 
     def own_part(self, rows: Tensor) -> Tensor:
@@ -203,7 +208,13 @@ class Decoder(nn.Module):
             block.compile()
         self.head.compiled = True
 
-    def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def features(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices.
 
         It is scaled by muP's multiplier of the logits, base width / width.
@@ -213,7 +224,7 @@ class Decoder(nn.Module):
             longest = f"max_seq_len={self.config.max_seq_len}"
             raise UsageError(f"a row of {begin + length} tokens, but {longest}: shorten the rows or raise it")
         x = self.embed(self.own_part(input_ids))
-        mask = None if document_ids is None else part_mask(self.context, document_ids)
+        mask = None if document_ids is None else self._mask(document_ids, document_starts, matmul_dtype(x))
         rope = None
         if isinstance(self.positions, RotaryPositions):
             rope = self.positions(length, matmul_dtype(x), begin)
@@ -233,6 +244,15 @@ class Decoder(nn.Module):
         if self.logit_multiplier != 1.0:
             normed = normed * self.logit_multiplier
         return normed.to(matmul_dtype(x))
+
+    def _mask(self, document_ids: Tensor, starts: Tensor | None, dtype: torch.dtype) -> Mask:
+        """What each token sees, for all blocks. Graphs keep the dense mask on a CPU: lengths differ in each batch."""
+        parts = self.blocks.modules() if document_ids.device.type == "cpu" else ()
+        compiled = any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)
+        if self.context is not None or compiled or torch.compiler.is_compiling():
+            return part_mask(self.context, document_ids)
+        packed = packed_documents(document_ids, starts, dtype, self.config.head_dim)
+        return part_mask(None, document_ids) if packed is None else packed
 
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
