@@ -30,6 +30,7 @@ from lightning_tricks.mixins import GradientClippingMixin, OptimizerMixin, Token
 from lightning_tricks.mixins._plain_settings import build, setting_of
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
 from lightning_tricks.models import Decoder, DecoderConfig
+from lightning_tricks.models.moe import Router, take_loads
 from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
@@ -40,6 +41,8 @@ __all__ = ["LanguageModel"]
 
 Batch = dict[str, Tensor]
 IGNORED = -100
+# Settings that a resumed run may change: for the first weights only, or for the balance of experts from now on.
+_MAY_CHANGE_ON_RESUME = {"init_std", "zero_init_outputs", "balance_rate", "sequence_balance_weight", "router_z_weight"}
 _MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
 
 
@@ -54,6 +57,11 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     `document_ids` (B, T), to attend within documents only, with `document_starts` (B, N), see `Decoder.forward`, and
     `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on earlier use of the random state.
+
+    With experts, it moves the biases of their routers after each optimizer step, by the tokens of all ranks, and logs
+    on log steps for each block `experts/<block>/max_load` (tokens of the fullest expert over the mean), `/min_load`,
+    `/dead` (experts without a token), `/entropy` (of the router's scores, in nats) and `/max_logit`, of the whole
+    step. `train/loss` has the losses of experts in it, `val/loss` has not.
 
     Args:
         decoder: Architecture, such as `Llama` or `GPT2`.
@@ -72,6 +80,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     activation_checkpointing: Mode
     compile_blocks: bool | Literal["auto"]
     decoder: Decoder | None
+    _metric_buffer: MetricBuffer | None = None  # of the fit
     token_loss: TokenLoss
     bits_per_byte: BitsPerByte
 
@@ -126,6 +135,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if self.decoder is not None:
             return
         strategy: Any = getattr(trainer_of(self), "strategy", None)
+        if strategy is not None:
+            self._check_strategy(strategy)
         strategy_shards = weights_layout(strategy) == "shards"
         if self.device_mesh is not None and not strategy_shards:
             raise UsageError(
@@ -147,6 +158,51 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             decoder.to_empty(device=device)
             self.init_weights()
 
+    def configure_optimizers(self) -> Any:
+        """As OptimizerMixin; with experts, their routers follow the steps of the optimizer."""
+        configured = super().configure_optimizers()
+        if self._routers():
+            configured["optimizer"].register_step_post_hook(self._after_step)
+        return configured
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the loads of a step that was not made, with its gradients."""
+        super().on_before_zero_grad(optimizer)
+        for router in self._routers().values():
+            router.loads.clear()
+
+    def _routers(self) -> dict[str, Router]:
+        found = {} if self.decoder is None or self.config.n_experts is None else self.decoder.routers()
+        return {f"decoder.{name}": router for name, router in found.items()}
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Move the biases by the loads of the step, unless it was skipped, and record the loads on log steps."""
+        routers, buffer = self._routers(), self._metric_buffer
+        loads, logs = take_loads([*routers.values()]), buffer is not None and buffer.is_log_step()
+        if loads is None or not (logs or getattr(self.config, "balance", None) == "bias"):
+            return
+        sums = self._over_ranks(loads[:, :-1])  # one collective of a few numbers
+        counts, entropies = sums[:, :-1], sums[:, -1]
+        if not getattr(optimizer, "skips_step", False):  # of StepGuard; it and loss scalers tell a fused optimizer so:
+            skipped = getattr(optimizer, "found_inf", None)
+            for router, count in zip(routers.values(), counts, strict=True):
+                router.move_bias(count, 1.0 if skipped is None else (skipped == 0).float().to(count.device))
+        if buffer is not None and logs:
+            each = counts.sum(1)
+            tokens = each / getattr(self.config, "experts_per_token", 1)
+            mean = each / counts.shape[1]
+            figures = {
+                "max_load": counts.amax(1) / mean,
+                "min_load": counts.amin(1) / mean,
+                "dead": (counts == 0).sum(1),
+                "entropy": entropies / tokens,
+            }
+            for kind, values in figures.items():
+                buffer.record_all(tuple(f"experts/{name}/{kind}" for name in routers), values)
+            largest = {f"experts/{name}/max_logit": value for name, value in zip(routers, loads[:, -1], strict=True)}
+            buffer.record_largest([*largest], largest)
+
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters in the base model of `mup`, by name; without one, those of this model."""
         with torch.device("meta"):
@@ -162,6 +218,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a run that could not train, or data of other sizes, before the data are prepared."""
         super().check_run(trainer, datamodule, stage)
+        self._check_strategy(trainer.strategy)
         self._check_sizes(datamodule)
         self._check_memory(trainer, stage)
         if stage != "fit":
@@ -176,9 +233,17 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         module.base_shapes = self.base_shapes  # for muP
         return module
 
+    def _check_strategy(self, strategy: Any) -> None:
+        """Refuse experts under a strategy that makes the optimizer's steps itself, or hides the shapes of weights."""
+        if self.config.n_experts is not None and weights_layout(strategy) not in ("whole", "shards"):
+            raise UsageError(
+                f"decoder.n_experts={self.config.n_experts}: {type(strategy).__name__} does not train experts: take "
+                "FSDP2Strategy or ddp"
+            )
+
     def _check_memory(self, trainer: Any, stage: str) -> None:
         """Refuse a model whose weights and gradients alone would not fit even in 16 bits."""
-        count = matmul_parameters(self.config)
+        count = matmul_parameters(self.config, active=False)
         needed = (4 if stage == "fit" else 2) * count
         there = trainer.num_nodes * host_bytes()
         if not is_a(trainer.accelerator, "CPUAccelerator"):
@@ -208,7 +273,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Refuse data that does not fit the decoder, before anything runs."""
         super().setup(stage)
         if stage == "fit":
-            MetricBuffer.of(self.trainer).step_loss().log()
+            self._metric_buffer = MetricBuffer.of(self.trainer)
+            self._metric_buffer.step_loss().log()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self._check_sizes(data)
         if hasattr(data, "check_ids"):
@@ -328,12 +394,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another architecture or tokenizer, before any tensor is loaded."""
         super().on_load_checkpoint(checkpoint)
-        self._check_origin(checkpoint, {"init_std", "zero_init_outputs"})  # which are for the first weights only
+        self._check_origin(checkpoint, _MAY_CHANGE_ON_RESUME)
 
     def check_weights(self, checkpoint: dict[str, Any]) -> None:
         """Refuse weights of another architecture or tokenizer for a new run; its sequences may be longer."""
         self.check_mup(checkpoint)
-        self._check_origin(checkpoint, {"init_std", "zero_init_outputs", "max_seq_len", "rope_theta"})
+        self._check_origin(checkpoint, {*_MAY_CHANGE_ON_RESUME, "max_seq_len", "rope_theta"})
 
     def _check_origin(self, checkpoint: dict[str, Any], may_differ: set[str]) -> None:
         data: Any = getattr(trainer_of(self), "datamodule", None)

@@ -16,6 +16,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
+from lightning_tricks.models.moe import _CountInBackward, _Dispatch, _Permute
 
 
 def numbers(*shape: int, **options: Any) -> Tensor:
@@ -25,6 +26,7 @@ def numbers(*shape: int, **options: Any) -> Tensor:
 
 DOUBLE = {"dtype": torch.float64}
 LABELS = torch.tensor([0, 3, 1])
+ORDER = torch.tensor([2, 0, 3, 1])
 # Of each function: a call on tensors that require gradients, and whether it has a second derivative.
 CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = {
     _RMSNormOnCPU: (
@@ -33,6 +35,9 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
     _LinearCrossEntropy: (
         lambda x, weight: linear_cross_entropy(x, weight, LABELS), [numbers(3, 4), numbers(5, 4)], False
     ),
+    _Dispatch: (lambda x: _Dispatch.apply(x, ORDER, ORDER.argsort(), 2), [numbers(2, 3, **DOUBLE)], True),
+    _Permute: (lambda x: _Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),
+    _CountInBackward: (lambda x: _CountInBackward.apply(x, torch.ones(1), []), [numbers(2, 3, **DOUBLE)], True),
     _FusedRMSNorm: (lambda x, weight: _FusedRMSNorm.apply(x, weight, 1), [numbers(3, 4), numbers(4)], False),
 }  # fmt: skip
 

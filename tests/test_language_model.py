@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.flop_counting import count_flops
+from lightning_tricks.callbacks import StepGuard
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.schedules import WarmupLinear
@@ -279,3 +280,87 @@ def test_a_checkpoint_of_another_module_is_refused_in_one_line(tmp_path):
         UsageError, match=r"^average=ema: s3://b/a\.ckpt is not on a file system: copy it to one first$"
     ):
         LanguageModel.load_from_checkpoint("s3://b/a.ckpt", average="ema")
+
+
+# ---- experts
+
+EXPERTS = Llama(
+    **SHAPE, n_experts=4, experts_per_token=2, d_expert=8, dense_layers=1, d_ff=16, sequence_balance_weight=0.1
+)  # fmt: skip
+BLOCK = "experts/decoder.blocks.1"
+
+
+def of_experts(optimizer=sgd, **kwargs) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(EXPERTS, optimizer=optimizer, weight_decay=0.0, **kwargs)
+
+
+def router(model):
+    return model.decoder.blocks[1].mlp.router
+
+
+@pytest.mark.parametrize(("rows", "mode"), [(8, "none"), (2, "full")])
+def test_the_bias_of_experts_follows_the_counts_of_a_step_once_whatever_its_split(rows, mode):
+    model, whole = of_experts(activation_checkpointing=mode), ragged(8)
+    twin = of_experts()
+    twin.configure_model()
+    with torch.no_grad():
+        _, chosen, _, _ = router_inputs(twin, whole["input_ids"])
+    counts = torch.bincount(chosen.flatten(), minlength=4).float()
+    # validated in the middle of the step, and before it
+    trainer = runs.fit(
+        model, data=split(whole, rows), val=split(ragged(4, 5), 2), max_steps=1, accumulate_grad_batches=8 // rows,
+        log_every_n_steps=1, val_check_interval=1, num_sanity_val_steps=2,
+    )  # fmt: skip
+    assert counts.sum() == 8 * 8 * 2
+    assert counts.min() < counts.max()
+    assert torch.equal(router(model).bias, 0.001 * (counts.mean() - counts).sign())
+    (logged,) = [values for _, values in trainer.rows if f"{BLOCK}/dead" in values]
+    assert logged[f"{BLOCK}/max_load"] == pytest.approx((counts.max() / counts.mean()).item())
+    assert logged[f"{BLOCK}/min_load"] == pytest.approx((counts.min() / counts.mean()).item())
+    assert logged[f"{BLOCK}/dead"] == (counts == 0).sum()
+    assert 0 < logged[f"{BLOCK}/entropy"] <= math.log(4) + 1e-6
+    assert "experts/decoder.blocks.0/dead" not in logged
+
+
+def router_inputs(model, input_ids):
+    """What the router gives for tokens."""
+    found = []
+    hook = router(model).register_forward_hook(lambda *call: found.append(call[2]))
+    model.decoder(input_ids)
+    hook.remove()
+    return found[0]
+
+
+def test_losses_of_experts_are_in_the_training_loss_and_not_in_that_of_a_validation():
+    model, plain = of_experts(), ragged(8)
+    model.configure_model()
+    nats, tokens = model.token_sums(plain)
+    cross_entropy, _ = model.eval().token_sums(plain)
+    found = runs.fit(of_experts(), data=split(plain, 2), max_steps=1, accumulate_grad_batches=4, log_every_n_steps=1)
+    assert found.of("train/loss") == [pytest.approx((nats / tokens).item(), rel=1e-6)]
+    assert nats - cross_entropy > 0.1 * 64 * 0.9  # at even loads it is 1 a token, of those too that do not count
+    validated = evaluate("validate", of_experts(), split(plain, 2))["val/loss"]
+    assert validated == pytest.approx((cross_entropy / tokens).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_leaves_the_biases_of_experts_alone(fused):
+    class Spoilt(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 1 else 1.0)
+
+    biases = []
+    torch.manual_seed(0)
+    model = Spoilt(EXPERTS, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused))
+    look = runs.On(on_train_batch_end=lambda *_: biases.append(router(model).bias.clone()))
+    runs.fit(model, StepGuard(), look, data=split(ragged(24), 8), max_steps=3, log_every_n_steps=3)
+    assert biases[0].any()
+    assert torch.equal(biases[0], biases[1])
+    assert not torch.equal(biases[1], biases[2])
+
+
+def test_experts_need_a_strategy_that_shows_the_step():
+    model = of_experts()
+    with pytest.raises(UsageError, match=r"^decoder.n_experts=4: SimpleNamespace does not train experts: take FSDP2"):
+        model._check_strategy(SimpleNamespace(weights_layout="engine"))

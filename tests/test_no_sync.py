@@ -54,7 +54,9 @@ class Counts(pl.Callback):
 def fit(folder, accumulate, *callbacks):
     adamw = lambda groups: torch.optim.AdamW(groups, lr=1e-3, fused=True)  # noqa: E731
     model = LanguageModel(
-        decoder=Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16), optimizer=adamw,
+        decoder=Llama(
+            vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16, n_experts=4, d_expert=16, dense_layers=1
+        ), optimizer=adamw,
         schedule=WarmupStableDecay(warmup_steps=1, decay_steps=2),
     )  # fmt: skip
     batch = {name: torch.randint(0, 64, (2, 16)) for name in ("input_ids", "labels")}

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_parser", "no_hyper_parameters")
 RECIPES = sorted(recipes_folder().glob("*.yaml"))
 PARAMETERS = {
     "tiny": 5_245_696,
+    "moe_tiny": 11_414_272,
     "gpt2_124m": 124_373_760,  # 50304 rows and no biases: nanoGPT prints 123.59M without the 786,432 of its positions
     "llama1b": 1_100_048_384,
     "llama7b": 6_738_415_616,

@@ -1,6 +1,7 @@
 """What kind of run this is, and what happens around its saves."""
 
 import re
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 import lightning_tricks
 from lightning_tricks import DeepSpeedZeROStrategy, FP16Mixed, FSDP2Strategy, ParallelDims
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer.refusals import REFUSALS, refuse
+from lightning_tricks._trainer import refusals
+from lightning_tricks._trainer.refusals import Refusal
 from lightning_tricks._trainer.run_facts import data_rank, enabled_scaler, loss_ranks, micro_batch, weights_layout
 from lightning_tricks._trainer.saves import around_saves
+
+PUBLIC = [getattr(lightning_tricks, name) for name in lightning_tricks.__all__ if name != "__version__"]
+FILES = [vars(sys.modules[public.__module__]) for public in PUBLIC]
+REFUSALS = {value for file in [vars(refusals), *FILES] for value in file.values() if isinstance(value, Refusal)}
 
 
 class Data:
@@ -47,12 +53,13 @@ def test_the_scaler_of_fp16_is_a_fact_only_where_it_scales():
 )
 def test_the_layout_of_the_weights_follows_from_the_strategy_and_decides_on_refusals(strategy, layout):
     assert weights_layout(strategy) == layout
-    for trick, row in REFUSALS.items():
-        if layout in row.layouts:
+    assert len(REFUSALS) >= 10
+    for refusal in REFUSALS:
+        if layout in refusal.layouts:
             with pytest.raises(UsageError, match=rf"^option: .*{type(strategy).__name__}"):
-                refuse(trick, strategy, "option:")
+                refusal.check(strategy, "option:")
         else:
-            refuse(trick, strategy, "option:")
+            refusal.check(strategy, "option:")
 
 
 class Saves:

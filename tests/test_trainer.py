@@ -33,10 +33,10 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer import loop as _loop
 from lightning_tricks._trainer import objects as _objects
 from lightning_tricks._trainer import processes as _processes
-from lightning_tricks._trainer import running as _running
-from lightning_tricks._trainer import saves as _saves
 from lightning_tricks._trainer import run_facts as _run_facts
 from lightning_tricks._trainer import run_length as _run_length
+from lightning_tricks._trainer import running as _running
+from lightning_tricks._trainer import saves as _saves
 
 
 def model_with(optimizers: int = 1, **options: Any) -> Small:

@@ -25,6 +25,12 @@ ROWS: dict[str, DecoderConfig] = {
     "`Llama` with `qk_norm`": Llama(**SIZES, qk_norm=True),
     "`Llama`, `activation: relu2` or `gelu`": Llama(**SIZES, activation="relu2"),
     "the same with `qk_norm`, as in `recipes/tiny.yaml`": Llama(**SIZES, activation="relu2", qk_norm=True),
+    "`Llama` with `n_experts` and `balance: none`": Llama(**SIZES, n_experts=4, balance="none"),
+    "the same with `qk_norm`": Llama(**SIZES, n_experts=4, balance="none", qk_norm=True),
+    "the same with `qk_norm: whole`": Llama(**SIZES, n_experts=4, balance="none", qk_norm="whole"),
+    "`Llama` with `n_experts`, `n_shared_experts`, `router: sigmoid` and `qk_norm`": Llama(
+        **SIZES, n_experts=4, n_shared_experts=1, router="sigmoid", qk_norm=True
+    ),
     "`GPT2`, `activation: gelu` or `relu2`": GPT2(**SIZES),
 }
 

@@ -60,12 +60,13 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 def bound_to_buffers(module: nn.Module) -> list[nn.Parameter]:
     """The own parameters of a layer that computes with them and floating-point buffers: torch wants one dtype for both.
 
-    Such are batch norm, by its running statistics, and layers with spectral norm, by their singular vectors.
+    Such are batch norm, by its running statistics, and layers with spectral norm, by their singular vectors; and layers
+    that say so by a true attribute `stays_fp32`, as a router of experts does.
     """
     parametrizations = getattr(module, "parametrizations", None)
     parts = [module] if parametrizations is None else [module, parametrizations]
     found = [parameter for part in parts for parameter in part.parameters(recurse=part is not module)]
-    by_statistics = getattr(module, "running_mean", None) is not None
+    by_statistics = getattr(module, "running_mean", None) is not None or getattr(module, "stays_fp32", False)
     by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
     by_parametrization = any(buffer.is_floating_point() for part in parts[1:] for buffer in part.buffers())
     return found if by_statistics or by_hook or by_parametrization else []

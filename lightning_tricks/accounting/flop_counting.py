@@ -165,7 +165,7 @@ class FlopCounter(TorchDispatchMode):
             reason = str(error).partition("\n")[0]
             self.fail(f"{func}: {reason}")
             return
-        if _is_recompute():
+        if _is_recompute(func):
             self._recompute += flops
         else:
             self._model += flops
@@ -253,13 +253,18 @@ def _may_multiply(func: Any, args: Any) -> bool:
     return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dim() > 1 for arg in args)
 
 
-def _is_recompute() -> bool:
+def _is_recompute(func: Any) -> bool:
     """Whether a forward pass runs inside a backward pass, as activation checkpointing does.
 
     Autograd computes its own products with gradients off, unless it computes a second derivative; then it keeps its
-    graph, and only the call stack tells.
+    graph, and only the call stack tells. Our operator for experts, which torch runs with gradients off, has another one
+    for its gradients.
     """
-    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    if str(func).startswith("lightning_tricks.grouped_product."):
+        return True
+    if not torch.is_grad_enabled():
         return False
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         return True
@@ -269,6 +274,8 @@ def _is_recompute() -> bool:
 def _more_formulas() -> dict[Any, Any]:
     """Formulas by operator. Attention counts the same in every kernel; torch has no formula for grouped products."""
     formulas: dict[str, Callable[..., int]] = {
+        "lightning_tricks::grouped_product": lambda rows, weight, *_, **__: 2 * prod(rows) * weight[-2],
+        "lightning_tricks::grouped_product_backward": lambda _, rows, weight, *__, **___: 4 * prod(rows) * weight[-2],
         "aten::_grouped_mm": _grouped,
         "aten::_scaled_grouped_mm": _grouped,
         "aten::_scaled_grouped_mm_v2": _grouped,  # of a newer torch, as the next

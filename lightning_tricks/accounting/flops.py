@@ -16,7 +16,8 @@ Checkpointing = Literal["none", "cheap", "selective", "full"]
 class DecoderShape(Protocol):
     """The numbers that decide the FLOPs of a decoder; `Llama` and `GPT2` have them, and so may any object.
 
-    A mixture of experts has two more, `n_experts` and `experts_per_token`; `ffn_width` is then that of one expert.
+    A mixture of experts has two more, `n_experts` and `experts_per_token`, and may have `expert_width` (else an expert
+    is as wide as the MLP), `n_shared_experts` and `dense_layers`, which have an MLP.
     """
 
     @property
@@ -52,22 +53,41 @@ class DecoderShape(Protocol):
         """`swiglu` has three matrices in its MLP, every other name two."""
 
 
-def matmul_parameters(shape: DecoderShape) -> int:
+def matmul_parameters(shape: DecoderShape, active: bool = True) -> int:
     """Number of weights that each token is multiplied with: blocks and head, without embeddings, biases and norms.
 
     A tied head counts too: the embedding is a look-up, the head a product. In a mixture of experts, the experts that a
-    token is sent to count, and the router that chooses them. Llama-2-7B: 6,607,077,376.
+    token is sent to count, the shared ones, and the router that chooses them. Llama-2-7B: 6,607,077,376.
+
+    Args:
+        shape: of the decoder.
+        active: False counts all experts in place of those of a token.
 
     Raises:
         UsageError: `n_experts` without an `experts_per_token` between 1 and `n_experts`.
     """
-    mlp = _mlp_matrices(shape) * shape.d_model * shape.ffn_width
-    if n_experts := getattr(shape, "n_experts", None):
-        active = getattr(shape, "experts_per_token", None)
-        if active is None or not 1 <= active <= n_experts:
-            raise UsageError(f"experts_per_token={active!r}: give a number from 1 to n_experts={n_experts}")
-        mlp = active * mlp + shape.d_model * n_experts
-    return shape.n_layers * (_projections(shape) + mlp) + shape.vocab_size * shape.d_model
+    dense, mixtures, experts, shared = _layers(shape)
+    n_experts = getattr(shape, "n_experts", None) or 0
+    widths = dense * shape.ffn_width + mixtures * (shared + (experts if active else n_experts)) * _expert_width(shape)
+    rows = _mlp_matrices(shape) * widths + mixtures * n_experts + shape.vocab_size
+    return shape.n_layers * _projections(shape) + rows * shape.d_model
+
+
+def _layers(shape: DecoderShape) -> tuple[int, int, int, int]:
+    """Dense blocks, blocks with experts, experts of each token there, and shared experts."""
+    n_experts = getattr(shape, "n_experts", None)
+    if not n_experts:
+        return shape.n_layers, 0, 0, 0
+    active = getattr(shape, "experts_per_token", None)
+    if active is None or not 1 <= active <= n_experts:
+        raise UsageError(f"experts_per_token={active!r}: give a number from 1 to n_experts={n_experts}")
+    dense = getattr(shape, "dense_layers", 0)
+    return dense, shape.n_layers - dense, active, getattr(shape, "n_shared_experts", 0)
+
+
+def _expert_width(shape: DecoderShape) -> int:
+    width: int = getattr(shape, "expert_width", shape.ffn_width)
+    return width
 
 
 def _projections(shape: DecoderShape) -> int:
@@ -134,18 +154,18 @@ def recompute_flops_per_token(
 
     Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but the last one,
     `down`, which is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
-    MLP; `cheap` repeats none. The head is outside the blocks. Work that a fused attention kernel repeats inside itself
-    is not counted. On a CPU in bf16, short rows have no fused kernel, and `cheap` and `selective` then repeat attention
-    too; that is not counted either.
+    MLP and of experts; `cheap` repeats none, and no mode a router. The head is outside the blocks. Work that a fused
+    attention kernel repeats inside itself is not counted. On a CPU in bf16, short rows have no fused kernel, and
+    `cheap` and `selective` then repeat attention too; that is not counted either.
 
     Args:
-        shape: a dense decoder.
+        shape: as in `training_flops_per_token`.
         seq_len: as in `training_flops_per_token`.
         attention: as in `training_flops_per_token`.
         activation_checkpointing: `none`, `cheap`, `selective` or `full`, as in `LanguageModel`.
 
     Raises:
-        UsageError: another mode, or experts, whose checkpointing is not known; see also `attention_flops_per_token`.
+        UsageError: another mode; see also `attention_flops_per_token`.
 
     Source: `lightning_tricks/parallel/activation_checkpointing.py`, which says what is kept. MFU and HFU as in
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
@@ -154,14 +174,12 @@ def recompute_flops_per_token(
     check_choice("activation_checkpointing", activation_checkpointing, Checkpointing)
     if activation_checkpointing in ("none", "cheap"):
         return 0
-    if getattr(shape, "n_experts", None):
-        raise UsageError(
-            f"activation_checkpointing={activation_checkpointing!r}: what it recomputes of experts is not known; "
-            "count it with count_flops"
-        )
-    projections, mlp_matrix = _projections(shape), shape.d_model * shape.ffn_width
-    if activation_checkpointing == "full":  # all but down
-        products = projections + (_mlp_matrices(shape) - 1) * mlp_matrix
-        return 2 * shape.n_layers * products + forward_attention
-    # k and o are half of the projections' weights; a gated MLP keeps the gate and repeats up, any other keeps up
-    return 2 * shape.n_layers * (projections // 2 + (_mlp_matrices(shape) - 2) * mlp_matrix)
+    dense, mixtures, experts, shared = _layers(shape)
+    repeated = shape.n_layers * _projections(shape)
+    gates = shape.d_model * (dense * shape.ffn_width + mixtures * shared * _expert_width(shape))  # a matrix of each MLP
+    of_experts = shape.d_model * mixtures * experts * _expert_width(shape)
+    if activation_checkpointing == "full":  # all but an MLP's down; the router's gradient reads that of experts
+        repeated += (_mlp_matrices(shape) - 1) * gates + _mlp_matrices(shape) * of_experts
+        return 2 * repeated + forward_attention
+    # k and o are half of the projections' weights; a gated MLP repeats one of gate and up, any other keeps up
+    return 2 * (repeated // 2 + (_mlp_matrices(shape) - 2) * (gates + of_experts))

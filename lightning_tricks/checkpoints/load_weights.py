@@ -41,7 +41,7 @@ from lightning_tricks.checkpoints.open_checkpoint import (
     read_entries,
     with_average,
 )
-from lightning_tricks.models import DecoderConfig
+from lightning_tricks.models import DecoderConfig, Llama
 
 _SAFETENSORS = ".safetensors"
 _LOADED_AVERAGE = "average"  # key that names the average which has taken the place of the weights
@@ -318,7 +318,10 @@ def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     if (family := decoder_family(settings)) is None:
         return settings
     config = family(**{name: value for name, value in settings.items() if name != "class"})
-    return {**settings, "n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
+    sizes: dict[str, int | None] = {"n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
+    if isinstance(config, Llama) and config.n_experts is not None:
+        sizes |= {"d_expert": config.expert_width, "d_ff": config.ffn_width if config.dense_layers else None}
+    return {**architecture(config), **settings, **sizes}
 
 
 def takes_decoder(cls: type, settings: dict[str, Any]) -> bool:

@@ -53,8 +53,9 @@ def run(args: list[str]) -> None:
     parser = CommandParser(
         "lightning-tricks import",
         description="Write a recipe whose decoder, first weights and tokenizer are those of a folder that transformers "
-        "saved: Llama, Qwen3, Arcee, Apertus or GPT-2. `fit --init_from FOLDER` alone does the same for a recipe that "
-        "has the decoder already. Any strategy loads the folder, FSDP2Strategy on each rank its shards.",
+        "saved: Llama, Qwen3, Arcee, Apertus, GPT-2, or with experts Mixtral, Qwen3-MoE, OLMoE or dots1. `fit "
+        "--init_from FOLDER` alone does the same for a recipe that has the decoder already. Any strategy loads the "
+        "folder, FSDP2Strategy on each rank its shards.",
     )
     parser.add_argument("folder", help="with config.json and safetensors")
     parser.add_argument("--output", required=True, help="the recipe to write, which must not exist")

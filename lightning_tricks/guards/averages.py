@@ -11,13 +11,15 @@ from torch.nn.parameter import is_lazy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
 from lightning_tricks._trainer.saves import around_saves
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, MEAN
 from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap
 from lightning_tricks.parallel.shard import drop_gathered
 
 __all__ = ["EMA", "TailAverage"]
+
+_REFUSED = Refusal(NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be averaged and saved: {DDP_OR_FSDP2}")
 
 _RUNNING = "running"
 
@@ -73,7 +75,7 @@ class WeightAverage(pl.Callback):
         The command line calls it before any process is started.
         """
         name, callbacks = type(self).__name__, trainer.callbacks
-        refuse("EMA, TailAverage", trainer.strategy, f"{name}:")
+        _REFUSED.check(trainer.strategy, f"{name}:")
         for other in [other for other in callbacks if isinstance(other, WeightAverage) and other is not self]:
             if other.NAME == self.NAME:
                 raise UsageError(f"{name}: the Trainer has two, whose averages would have one name: remove one")

@@ -6,12 +6,14 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import KnowsWeights
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
 from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder
 from lightning_tricks.checkpoints.load_weights import check_source, matched, read_weights, summary
 
 __all__ = ["InitFrom"]
+
+_REFUSED = Refusal(NOT_OURS, f"{{strategy}} takes no weights from it: {DDP_OR_FSDP2}")
 
 
 class InitFrom(pl.Callback):
@@ -60,7 +62,7 @@ class InitFrom(pl.Callback):
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a strategy that has its weights elsewhere when they are loaded, before any process is started."""
         if stage == "fit":  # otherwise nothing is loaded
-            refuse("InitFrom", trainer.strategy, f"init_from={self.path}:")
+            _REFUSED.check(trainer.strategy, f"init_from={self.path}:")
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Refuse such a strategy where no command has."""

@@ -17,7 +17,7 @@ from lightning_tricks._core.random_state import saved_random_states, set_random_
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._trainer.loop import batch_progress, logging_step
 from lightning_tricks._trainer.objects import has_default_checkpoint_io, is_a, unwrapped
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import Refusal
 from lightning_tricks._trainer.run_facts import random_rank, reduce_over_all, weights_layout
 from lightning_tricks._trainer.run_length import is_last_step
 from lightning_tricks._trainer.saves import may_save, save_whole_step
@@ -42,6 +42,12 @@ from lightning_tricks.guards.checkpoint_folder import (
 from lightning_tricks.optim.keep_settings_on_load import layers_of
 
 __all__ = ["SafeCheckpoint"]
+
+_REFUSED = Refusal(
+    ("foreign engine", "flat", "foreign shards"),
+    "{strategy} writes checkpoints by itself, and nobody sees whether they are whole: take FSDP2Strategy or "
+    "DeepSpeedZeROStrategy, or save with ModelCheckpoint",
+)
 
 # What ModelCheckpoint shows of its checkpoints, on every rank.
 _SHOWN = (
@@ -216,7 +222,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a strategy that writes by itself, before any process is started."""
         if stage == "fit":
-            refuse("SafeCheckpoint", trainer.strategy, "SafeCheckpoint:")
+            _REFUSED.check(trainer.strategy, "SafeCheckpoint:")
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
@@ -464,11 +470,8 @@ def _savers_of(trainer: Any) -> list[SafeCheckpoint]:
 def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
     """Get the host's memory for the first save ahead of it, where this rank will copy what it holds."""
     strategy = trainer.strategy
-    if (
-        strategy.is_global_zero
-        if weights_layout(strategy) == "whole"
-        else getattr(strategy, "_save_distributed_checkpoint", False)
-    ):
+    is_whole = weights_layout(strategy) == "whole"
+    if strategy.is_global_zero if is_whole else getattr(strategy, "_save_distributed_checkpoint", False):
         states = [layer.state for optimizer in trainer.optimizers for layer in layers_of(unwrapped(optimizer))]
         leaves = tree_leaves([dict(state) for state in states])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -9,7 +9,7 @@ import torch
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.objects import unwrapped
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
 from lightning_tricks._trainer.saves import around_saves
 from lightning_tricks.guards.averages import WeightAverage
 from lightning_tricks.optim import check_constant, schedule_free_parts
@@ -19,6 +19,10 @@ from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.schedules import ScheduleLR
 
 __all__ = ["ScheduleFree"]
+
+_REFUSED = Refusal(
+    NOT_OURS, f"{{strategy}} keeps weights in a form that cannot be exchanged for their average: {DDP_OR_FSDP2}"
+)
 
 
 class ScheduleFree(pl.Callback):
@@ -65,7 +69,7 @@ class ScheduleFree(pl.Callback):
         """Refuse strategies that keep weights in another form, and a second average, before any process is started."""
         if stage != "fit":
             return
-        refuse("ScheduleFree", trainer.strategy, "ScheduleFree:")
+        _REFUSED.check(trainer.strategy, "ScheduleFree:")
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAverage):
                 raise UsageError(

@@ -14,7 +14,7 @@ from lightning_tricks._core.protocols import FollowsRollback
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.loop import is_accumulating, logging_step
 from lightning_tricks._trainer.objects import is_a
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import UNREADABLE, Refusal
 from lightning_tricks._trainer.run_facts import samples_in_words, step_samples
 from lightning_tricks._trainer.saves import may_save
 from lightning_tricks.guards.earlier_states import SavedStates, SnapshotRing, folders_of
@@ -26,6 +26,12 @@ from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOSS
 
 __all__ = ["SpikeRollback"]
+
+_REFUSED = Refusal(
+    UNREADABLE,
+    "{strategy} keeps weights and optimizer state where they cannot be put back: take SpikeRollback out, or shard "
+    "with FSDP2Strategy",
+)
 
 _LEAST = {"patience_steps": 1, "window_steps": 4, "snapshot_every_n_steps": 1, "keep_snapshots": 0, "max_rollbacks": 1}
 
@@ -159,7 +165,7 @@ class SpikeRollback(pl.Callback):
             raise UsageError(
                 "trainer.log_every_n_steps=0: SpikeRollback reads the losses at log steps; set it to 50, or take it out"
             )
-        refuse("SpikeRollback", trainer.strategy, "SpikeRollback:")
+        _REFUSED.check(trainer.strategy, "SpikeRollback:")
         refuse_lbfgs(trainer, "SpikeRollback")
         if not (self.keep_snapshots or trainer.checkpoint_callbacks or trainer.fast_dev_run):
             raise UsageError(

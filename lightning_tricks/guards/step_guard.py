@@ -20,7 +20,7 @@ from lightning_tricks._core.tensors import local, where_read
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.loop import logging_step
 from lightning_tricks._trainer.objects import optimizer_index, unwrapped
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import GRADIENT_NORM, Refusal
 from lightning_tricks._trainer.run_facts import enabled_scaler, is_alone, step_samples, weights_layout
 from lightning_tricks.guards.judging import Batch, Judgement, JudgementKeys, SkippedSteps, any_rank
 from lightning_tricks.guards.outlier_window import OutlierWindow
@@ -30,6 +30,12 @@ from lightning_tricks.optim.grad_scaler import add_overflow, refuse_scaled
 from lightning_tricks.optim.keep_settings_on_load import layers_of, options_of, parts_of
 
 __all__ = ["StepGuard"]
+
+_REFUSED = Refusal(
+    ("foreign engine",),
+    "{strategy} leaves clip and step to DeepSpeed's engine, which asks nobody in between: take "
+    "DeepSpeedZeROStrategy, or leave StepGuard out",
+)
 
 
 def skipping(optimizer: Any, scaler: Any, skip: Tensor) -> AbstractContextManager[Any]:
@@ -72,7 +78,8 @@ def _same_counts(optimizer: Any) -> Iterator[None]:
 
     hook = optimizer.register_step_post_hook(undo)
     try:
-        yield
+        with replaced(optimizer, "skips_step", True):  # for others that follow its steps
+            yield
     finally:
         hook.remove()
 
@@ -276,8 +283,8 @@ class StepGuard(pl.Callback):
 
 
 def _refuse_strategy(trainer: Any) -> None:
-    refuse("the gradient norm", trainer.strategy, "StepGuard:")
-    refuse("StepGuard", trainer.strategy, "StepGuard:")
+    GRADIENT_NORM.check(trainer.strategy, "StepGuard:")
+    _REFUSED.check(trainer.strategy, "StepGuard:")
 
 
 def refuse_lbfgs(trainer: Any, who: str) -> None:

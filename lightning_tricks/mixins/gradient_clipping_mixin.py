@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import GRADIENT_NORM
 from lightning_tricks._trainer.run_facts import enabled_scaler, weights_layout
 from lightning_tricks.mixins._base import Mixin
 from lightning_tricks.optim import clip_grad_norm, clip_grad_value
@@ -45,7 +45,7 @@ class GradientClippingMixin(Mixin):
         strategy: Any = self.trainer.strategy
         if weights_layout(strategy) in ("engine", "foreign engine"):
             return
-        refuse("the gradient norm", strategy, "GradientClippingMixin:")
+        GRADIENT_NORM.check(strategy, "GradientClippingMixin:")
         scaler = enabled_scaler(self.trainer.precision_plugin)
         refuse_scaled(scaler, optimizer, "GradientClippingMixin", self.trainer.precision)
         by_value = gradient_clip_algorithm == "value" and bool(gradient_clip_val)

@@ -8,11 +8,16 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local, where_read
 from lightning_tricks._trainer.loop import is_accumulating
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import Refusal
 from lightning_tricks._trainer.run_facts import loss_ranks, weights_layout
 from lightning_tricks.mixins._base import Mixin
 
 __all__ = ["TokenMeanMixin"]
+
+_REFUSED = Refusal(
+    ("foreign engine",),
+    "{strategy} leaves the gradients to DeepSpeed's engine, where nobody can scale them: take DeepSpeedZeROStrategy",
+)
 
 
 class TokenMeanMixin(Mixin):
@@ -100,7 +105,7 @@ class TokenMeanMixin(Mixin):
         self._scaled = True
         if self._splits() == 1 or self._step_sums is None:
             return
-        refuse("TokenMeanMixin", self.trainer.strategy, "TokenMeanMixin:")
+        _REFUSED.check(self.trainer.strategy, "TokenMeanMixin:")
         assert self._capacity is not None
         factor = self._capacity * self._splits() / self._over_ranks(self._step_sums[1]).clamp(min=1)
         strategy: Any = self.trainer.strategy

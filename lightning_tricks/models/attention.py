@@ -444,8 +444,11 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.v = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.o = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.norms_all_heads = config.qk_norm == "whole"
+        widths = (config.d_model, kv_width) if self.norms_all_heads else (config.head_dim, config.head_dim)
+        self.q_norm, self.k_norm = (
+            RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity() for width in widths
+        )
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         """Map (batch, length, d_model) to the same shape.
@@ -498,8 +501,11 @@ class Attention(nn.Module):
 
     def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         # normalised while a token's heads are side by side: a norm would copy them otherwise
-        q = self.q_norm(self._heads(self.q(x))).transpose(1, 2)
-        k = self.k_norm(self._heads(self.k(x))).transpose(1, 2)
+        if self.norms_all_heads:
+            q, k = (self._heads(norm(part(x))) for norm, part in ((self.q_norm, self.q), (self.k_norm, self.k)))
+        else:
+            q, k = (norm(self._heads(part(x))) for norm, part in ((self.q_norm, self.q), (self.k_norm, self.k)))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -21,28 +21,32 @@ from lightning_tricks.models.attention import (
     packed_documents,
     part_mask,
 )
-from lightning_tricks.models.decoder_config import DecoderConfig
+from lightning_tricks.models.decoder_config import DecoderConfig, Llama
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models.moe import Experts, Mixture, Router, counted
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
 __all__ = ["Decoder"]
 
+_EXPERT_OUTPUTS = ("experts.down", "shared.down")
+_RESIDUAL_OUTPUTS = ("attn.o", "mlp.down", *_EXPERT_OUTPUTS)  # layers whose result is added to the residual stream
+
 
 class MLP(nn.Module):
     """The feed-forward half of a block, which treats each position alone."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, width: int | None = None) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.activation, width = config.activation, width or config.ffn_width
         if config.activation == "swiglu":
-            self.gate = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
-        self.up = nn.Linear(config.d_model, config.ffn_width, bias=config.bias)
-        self.down = nn.Linear(config.ffn_width, config.d_model, bias=config.bias)
+            self.gate = nn.Linear(config.d_model, width, bias=config.bias)
+        self.up = nn.Linear(config.d_model, width, bias=config.bias)
+        self.down = nn.Linear(width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, length, d_model) to the same shape."""
+        """Map (..., d_model) to the same shape."""
         if self.activation == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
         if self.activation == "gelu":
@@ -51,23 +55,41 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each of which reads the normalised residual stream and adds to it."""
+    """Attention and MLP, each of which reads the normalised residual stream and adds to it.
 
-    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None) -> None:
+    With experts, block number `dense_layers` and all after it have a `Mixture` in place of the MLP, and return its loss
+    and its loads beside the stream.
+    """
+
+    def __init__(self, config: DecoderConfig, base: DecoderConfig | None = None, number: int = 0) -> None:
         super().__init__()
         self.attn_norm = block_norm(config)
         self.attn = Attention(config, base)
         self.mlp_norm = block_norm(config)
-        self.mlp = MLP(config)
+        self.mlp: MLP | Mixture
         self.checkpointing: Mode = "none"
-        self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
+        self.n_linears: int | None
+        self.router_linear: int | None = None
+        if isinstance(config, Llama) and config.n_experts is not None and number >= config.dense_layers:
+            shared = MLP(config, config.n_shared_experts * config.expert_width) if config.n_shared_experts else None
+            self.mlp = Mixture(config, shared)
+            # the router comes after attention's four; without a shared expert, the last linear layer is the router
+            self.router_linear, self.n_linears = 5, None if shared is None else 8
+        else:
+            self.mlp = MLP(config)
+            self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
-        """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`."""
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
+        """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`.
+
+        Returns:
+            the stream, or with a `Mixture` a tuple of the stream, the loss and the loads, as that has them.
+        """
         if cache is not None:
             return self._layer(x, rope, mask, cache)
         # Inside forward: FSDP2 and torch.compile then treat the checkpoint as a part of the block.
-        return checkpointed(self.checkpointing, self._layer, x, rope, mask, linears=self.n_linears)
+        own = {"linears": self.n_linears, "router": self.router_linear}
+        return checkpointed(self.checkpointing, self._layer, x, rope, mask, **own)
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
@@ -75,10 +97,11 @@ class Block(nn.Module):
         gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
         return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
         dtype = matmul_dtype(x)
         x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
-        return x + self.mlp(self.mlp_norm(x).to(dtype))
+        found = self.mlp(self.mlp_norm(x).to(dtype))
+        return x + found if isinstance(found, Tensor) else (x + found[0], *found[1:])
 
 
 class Head(nn.Linear):
@@ -139,7 +162,7 @@ class Decoder(nn.Module):
                 self.positions = nn.Embedding(config.max_seq_len, config.d_model)
             else:
                 self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
-            self.blocks = nn.ModuleList(Block(config, base) for _ in range(config.n_layers))
+            self.blocks = nn.ModuleList(Block(config, base, number) for number in range(config.n_layers))
             self.norm = block_norm(config)
             self.head = Head(config.d_model, config.vocab_size)
         self._tie()
@@ -167,10 +190,13 @@ class Decoder(nn.Module):
                 begins, then `length` as padding. CUDA needs them to attend without a dense mask.
 
         Returns:
-            (batch, length, vocab_size), or a scalar in nats.
+            (batch, length, vocab_size), or a scalar in nats, in training with the losses of experts.
         """
-        features = self.features(input_ids, document_ids, cache, document_starts)
-        return self.head(features) if labels is None else self.head(features, self.own_part(labels))
+        features, loss = self.features_and_loss(input_ids, document_ids, cache, document_starts)
+        if labels is None:
+            return self.head(features)
+        nats = self.head(features, self.own_part(labels))
+        return nats if loss is None else nats + loss
 
     def own_part(self, rows: Tensor) -> Tensor:
         """The part of rows (batch, length, ...) that this rank has under context parallelism; without it, all."""
@@ -182,8 +208,23 @@ class Decoder(nn.Module):
             if isinstance(part, Decoder | Attention):
                 part.context = context
 
+    def check_context_parallel(self) -> None:
+        """Refuse a loss that is made of whole rows."""
+        if weight := getattr(self.config, "sequence_balance_weight", 0.0):
+            raise UsageError(
+                f"mesh.context: decoder.sequence_balance_weight={weight} needs whole rows: leave one of them out"
+            )
+
     def parallel_plan(self) -> dict[str, str]:
-        """How the layers are divided over tensor ranks, see `parallel.tensor.plan_of`."""
+        """How the layers are divided over tensor ranks, see `parallel.tensor.plan_of`.
+
+        Raises:
+            UsageError: experts, or a norm over the heads of all ranks.
+        """
+        config = self.config
+        if config.n_experts is not None or config.qk_norm == "whole":
+            option = "qk_norm=whole" if config.n_experts is None else f"n_experts={config.n_experts}"
+            raise UsageError(f"mesh.tensor: decoder.{option} is not divided over ranks: leave mesh.tensor at 1")
         plan = {
             "embed": "embedding_rowwise", "norm": "sequence_parallel", "head": "vocabulary",
             "blocks.*.attn_norm": "sequence_parallel", "blocks.*.mlp_norm": "sequence_parallel",
@@ -219,6 +260,16 @@ class Decoder(nn.Module):
 
         It is scaled by muP's multiplier of the logits, base width / width.
         """
+        return self.features_and_loss(input_ids, document_ids, cache, document_starts)[0]
+
+    def features_and_loss(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`features`, and the losses of experts, in nats summed over tokens, to add to that loss; None: no experts."""
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         if begin + length > self.config.max_seq_len:
             longest = f"max_seq_len={self.config.max_seq_len}"
@@ -234,16 +285,24 @@ class Decoder(nn.Module):
         else:
             positions = _positions_in_documents(input_ids, document_ids, begin)
             x = x + self.positions(self.own_part(positions.view(-1, length)).view(*positions.shape[:-1], -1))
-        if cache is None:
-            for block in self.blocks:
-                x = block(x, rope, mask)
-        else:
-            for block, layer in zip(self.blocks, cache.layers, strict=True):
-                x = block(x, rope, mask, layer)
+        loss = None
+        for number, block in enumerate(self.blocks):
+            found = block(x, rope, mask) if cache is None else block(x, rope, mask, cache.layers[number])
+            if isinstance(found, Tensor):
+                x = found
+                continue
+            x, own, load = found
+            x = counted(x, load, cast(Mixture, block.mlp).router)
+            loss = own if loss is None else loss + own
         normed = self.norm(x)
         if self.logit_multiplier != 1.0:
             normed = normed * self.logit_multiplier
-        return normed.to(matmul_dtype(x))
+        return normed.to(matmul_dtype(x)), loss
+
+    def routers(self) -> dict[str, Router]:
+        """The routers of the blocks that have experts, by the names of the blocks."""
+        blocks = {f"blocks.{number}": cast(Block, block).mlp for number, block in enumerate(self.blocks)}
+        return {name: mlp.router for name, mlp in blocks.items() if isinstance(mlp, Mixture)}
 
     def _mask(self, document_ids: Tensor, starts: Tensor | None, dtype: torch.dtype) -> Mask:
         """What each token sees, for all blocks. Graphs keep the dense mask on a CPU: lengths differ in each batch."""
@@ -272,8 +331,8 @@ class Decoder(nn.Module):
         """Draw every weight again, and fill the tables of positions; shards get the values of a run on one device.
 
         Matrices and embeddings are normal with `init_std`; those that write to the residual stream (`attn.o`,
-        `mlp.down`), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero with
-        `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
+        `mlp.down`, and `down` of experts), of which there are 2 n_layers, with `init_std / sqrt(2 n_layers)`, or zero
+        with `zero_init_outputs`. Biases are zero, scales of norms one. Both families use this rule: Llama's own was not
         published. With a `base`, the standard deviation of matrices in blocks is divided by
         sqrt(inputs in this model / inputs in the base model).
 
@@ -285,11 +344,15 @@ class Decoder(nn.Module):
         """
         scaled = 0.0 if self.config.zero_init_outputs else self.config.init_std / (2 * self.config.n_layers) ** 0.5
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                std = scaled if name.endswith(("attn.o", "mlp.down")) else self.config.init_std
-                std *= self._growth(name) ** -0.5
-                _draw_normal(module.weight, std, generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, (nn.Linear, nn.Embedding, Router, Experts)):
+                for local, weight in module.named_parameters():
+                    path = f"{name}.{local}".removesuffix(".weight")
+                    if local == "bias":
+                        weight.zero_()
+                        continue
+                    std = scaled if path.endswith(_RESIDUAL_OUTPUTS) else self.config.init_std
+                    _draw_normal(weight, std * self._growth(path) ** -0.5, generator)
+                if isinstance(module, Router) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, RotaryPositions)):
                 module.reset_parameters()
@@ -299,7 +362,11 @@ class Decoder(nn.Module):
         if not name.startswith("blocks."):
             return 1.0
         here, base = self.config, self.base
-        return here.ffn_width / base.ffn_width if name.endswith("mlp.down") else here.d_model / base.d_model
+        if name.endswith("mlp.down"):
+            return here.ffn_width / base.ffn_width
+        if name.endswith(_EXPERT_OUTPUTS):
+            return cast(Llama, here).expert_width / cast(Llama, base).expert_width
+        return here.d_model / base.d_model
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:

@@ -13,6 +13,11 @@ from lightning_tricks._core.errors import UsageError, check_choice
 __all__ = ["GPT2", "DecoderConfig", "Llama"]
 
 Activation = Literal["swiglu", "gelu", "relu2"]
+QKNorm = bool | Literal["whole"]
+RouterScore = Literal["softmax", "sigmoid"]
+Balance = Literal["bias", "none"]
+# of a mixture alone: they change nothing without experts
+_OF_EXPERTS = ("d_expert", "n_shared_experts", "dense_layers", "sequence_balance_weight", "router_z_weight")
 
 
 class DecoderConfig(abc.ABC):
@@ -37,7 +42,7 @@ class DecoderConfig(abc.ABC):
     activation: Activation
     norm_eps: float
     tie_embeddings: bool
-    qk_norm: bool
+    qk_norm: QKNorm
     init_std: float
     zero_init_outputs: bool
 
@@ -45,6 +50,11 @@ class DecoderConfig(abc.ABC):
     def bias(self) -> bool:
         """Biases in linear layers and norms; a family without the option has none."""
         return False
+
+    @property
+    def n_experts(self) -> int | None:
+        """Experts of each mixture; a family without the option has none."""
+        return None
 
     @property
     def rope_theta(self) -> float:
@@ -83,6 +93,8 @@ class DecoderConfig(abc.ABC):
             if not (0 < value < math.inf):
                 raise UsageError(f"{name}={value}: give a positive number")
         check_choice("activation", self.activation, Activation)
+        if self.qk_norm not in (True, False, "whole"):
+            raise UsageError(f"qk_norm={self.qk_norm}: give true, false or, of a Llama, whole")
         if self.d_model % self.n_heads:
             raise UsageError(f"d_model={self.d_model} is no multiple of n_heads={self.n_heads}: change one of them")
         if self.n_heads % self.kv_heads:
@@ -110,9 +122,25 @@ class Llama(DecoderConfig):
         norm_eps: added to the mean square inside each norm.
         rope_theta: base of the rotary wavelengths.
         tie_embeddings: one matrix for the embedding and the output head.
-        qk_norm: RMS-normalise each head's queries and keys before the rotation, as Qwen3 does.
+        qk_norm: RMS-normalise each head's queries and keys before the rotation, as Qwen3 does; `whole` normalises those
+            of all heads together, as OLMoE does.
         init_std: standard deviation of the initial weights.
         zero_init_outputs: start the projections that write to the residual stream at zero.
+        n_experts: gated MLPs in place of that of a block, of which each token takes some. None: all blocks are dense.
+        experts_per_token: experts that the router chooses for each token.
+        d_expert: hidden width of one expert. Default: that of the MLP.
+        n_shared_experts: experts that all tokens take beside them, as one MLP of so many times d_expert.
+        router: softmax or sigmoid, of the router's logits; the chosen ones are the weights of the experts' outputs.
+        normalize_router: divide the weights of a token by their sum.
+        router_scale: multiplies the weights.
+        router_groups: equal groups of experts, of which a token's best are taken first, as in DeepSeek-V3.
+        groups_per_token: groups among which a token's experts are chosen.
+        balance: `bias` adds a number to each expert's scores where experts are chosen, and moves it after each
+            optimizer step; `none` does not.
+        balance_rate: by how much it moves; 0.001 is DeepSeek-V3's.
+        sequence_balance_weight: of a loss that evens out the loads in each row; DeepSeek-V3 has 0.0001.
+        router_z_weight: of a loss that keeps the router's logits small; OLMoE has 0.001.
+        dense_layers: blocks at the beginning that have an MLP.
     """
 
     norm: ClassVar[Literal["rms", "layer"]] = "rms"
@@ -129,9 +157,75 @@ class Llama(DecoderConfig):
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_embeddings: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
     init_std: float = 0.02
     zero_init_outputs: bool = False
+    n_experts: int | None = None
+    experts_per_token: int = 2
+    d_expert: int | None = None
+    n_shared_experts: int = 0
+    router: RouterScore = "softmax"
+    normalize_router: bool = True
+    router_scale: float = 1.0
+    router_groups: int = 1
+    groups_per_token: int = 1
+    balance: Balance = "bias"
+    balance_rate: float = 1e-3
+    sequence_balance_weight: float = 0.0
+    router_z_weight: float = 0.0
+    dense_layers: int = 0
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of one expert: `d_expert`, or that of the MLP."""
+        return self.ffn_width if self.d_expert is None else self.d_expert
+
+    def __post_init__(self) -> None:
+        """Refuse a shape that cannot be built."""
+        super().__post_init__()
+        check_choice("router", self.router, RouterScore)
+        check_choice("balance", self.balance, Balance)
+        if self.n_experts is None:
+            for name in _OF_EXPERTS:
+                if value := getattr(self, name):
+                    raise UsageError(f"{name}={value} without experts: set n_experts, or leave it out")
+            return
+        per_group = self.n_experts // max(self.router_groups, 1)
+        for name, least, most in (
+            ("n_experts", 2, 65536),
+            ("experts_per_token", 1, self.n_experts),
+            ("n_shared_experts", 0, 65536),
+            ("dense_layers", 0, self.n_layers - 1),
+            ("router_groups", 1, self.n_experts),
+            ("groups_per_token", 1, self.router_groups),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise UsageError(f"{name}={value}: give a whole number from {least} to {most}")
+        for name in ("balance_rate", "sequence_balance_weight", "router_z_weight", "router_scale"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf or (name == "router_scale" and value == 0):
+                raise UsageError(f"{name}={value}: give a {'positive number' if value == 0 else 'number from 0 on'}")
+        if self.activation != "swiglu":
+            raise UsageError(f"n_experts={self.n_experts}: experts are gated: set activation to swiglu")
+        for name, width in (("d_model", self.d_model), ("d_expert", self.expert_width)):
+            if width % 8 or width < 8:
+                raise UsageError(f"{name}={width}: products of experts need a multiple of 8, 16 bytes in bf16")
+        if self.router_groups > 1 and (per_group < 2 or self.n_experts % self.router_groups):
+            raise UsageError(
+                f"router_groups={self.router_groups} does not divide n_experts={self.n_experts} into equal groups of "
+                "at least 2: give another number"
+            )
+        if self.experts_per_token > self.groups_per_token * per_group:
+            raise UsageError(
+                f"experts_per_token={self.experts_per_token}: {self.groups_per_token} groups have "
+                f"{self.groups_per_token * per_group} experts: raise groups_per_token"
+            )
+        if self.experts_per_token == 1 and self.normalize_router:
+            raise UsageError(
+                "experts_per_token=1: divided by their sum, all weights are 1, and the router learns nothing: set "
+                "normalize_router to false"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,11 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.models.decoder import Decoder
-from lightning_tricks.models.decoder_config import GPT2, DecoderConfig, Llama
+from lightning_tricks.models.decoder_config import GPT2, DecoderConfig, Llama, QKNorm
 
-# Modules by our names; {i} is the number of the block. A family has those of them that its decoder has.
+_GATED = ("gate", "up", "down")
+# Modules by our names; {i} is the number of the block, {e} that of an expert, whose tensor is a part of ours. A family
+# has those of them that its decoder has.
 _LLAMA = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -26,7 +28,24 @@ _LLAMA = {
     "blocks.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm",
     **{f"blocks.{{i}}.attn.{part}": f"model.layers.{{i}}.self_attn.{part}_proj" for part in "qkvo"},
     **{f"blocks.{{i}}.attn.{part}_norm": f"model.layers.{{i}}.self_attn.{part}_norm" for part in "qk"},
-    **{f"blocks.{{i}}.mlp.{part}": f"model.layers.{{i}}.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"blocks.{{i}}.mlp.{part}": f"model.layers.{{i}}.mlp.{part}_proj" for part in _GATED},
+}
+_QWEN_MOE = {
+    **_LLAMA,
+    "blocks.{i}.mlp.router": "model.layers.{i}.mlp.gate",
+    **{f"blocks.{{i}}.mlp.experts.{part}": f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj" for part in _GATED},
+}
+_DOTS1 = {
+    **_QWEN_MOE,
+    **{f"blocks.{{i}}.mlp.shared.{part}": f"model.layers.{{i}}.mlp.shared_experts.{part}_proj" for part in _GATED},
+}
+_MIXTRAL = {
+    **_LLAMA,
+    "blocks.{i}.mlp.router": "model.layers.{i}.block_sparse_moe.gate",
+    **{
+        f"blocks.{{i}}.mlp.experts.{part}": f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}"
+        for part, theirs in zip(_GATED, ("w1", "w3", "w2"), strict=True)
+    },
 }
 _APERTUS = {
     **_LLAMA,
@@ -50,7 +69,15 @@ _LLAMA_SIZES = {
     "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings", "ffn_width": "intermediate_size",
 }  # fmt: skip
 _GPT2_SIZES = {"vocab_size": "vocab_size", "d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head"}
+_N_EXPERTS = {
+    "mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts", "dots1": "n_routed_experts",
+}  # fmt: skip
+_DEEPSEEK = {
+    "n_shared_experts": "n_shared_experts", "router_scale": "routed_scaling_factor", "router_groups": "n_group",
+    "groups_per_token": "topk_group", "dense_layers": "first_k_dense_replace",
+}  # fmt: skip
 _CONV1D = ("c_attn", "c_proj", "c_fc")  # GPT-2's layers whose matrix is kept as (in, out)
+_EPS_1E_5 = ("arcee", "apertus", "mixtral", "olmoe")  # where config.json says none
 _LARGEST = 1 << 24  # of a size in config.json: above all models that there are, and a product of two is no overflow
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
@@ -64,23 +91,27 @@ class HFWeight:
         shape: there.
         parts: the decoder's tensors that it is made of, joined by rows; none: zeros, of biases that the decoder lacks.
         transposed: whether it is the transpose of the joined parts.
+        expert: the number in the one part, a stack of experts, of the expert whose matrix it is; None: no expert's.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     transposed: bool = False
+    expert: int | None = None
 
     def build(self, read: Callable[[str], Tensor]) -> Tensor:
         """The tensor, from a function that gives the decoder's tensors by name."""
         if not self.parts:
             return torch.zeros(self.shape)
         tensors = [read(part) for part in self.parts]
+        if self.expert is not None:
+            return tensors[0][self.expert]
         joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return joined.t() if self.transposed else joined
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The decoder's tensors of this one, as views."""
+        """The decoder's tensors of this one, as views; of a stack, the expert's matrix."""
         if not self.parts:
             return {}
         tensor = tensor.t() if self.transposed else tensor
@@ -99,15 +130,22 @@ class HFFamily:
         names: their module by ours.
         activations: its name for each activation of `DecoderConfig` that it has; the first one is written.
         qk_norm: whether its queries and keys are normalised.
+        experts: of a mixture, the settings that it has one value of; None: of a dense model.
     """
 
     model_type: str
     class_name: str
     names: Mapping[str, str]
     activations: Mapping[str, tuple[str, ...]]
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
+    experts: Mapping[str, Any] | None = None
 
 
+# softmax routers without what DeepSeek-V3 has
+_SOFTMAX: dict[str, Any] = {
+    "router": "softmax", "balance": "none", "n_shared_experts": 0, "router_scale": 1.0, "router_groups": 1,
+}  # fmt: skip
+_SILU = {"swiglu": ("silu",)}
 _FAMILIES = {
     family.model_type: family
     for family in (
@@ -116,6 +154,21 @@ _FAMILIES = {
         HFFamily("arcee", "ArceeForCausalLM", _LLAMA, {"relu2": ("relu2",), "gelu": _GELU_TANH[::-1]}),
         HFFamily(
             "apertus", "ApertusForCausalLM", _APERTUS, {"relu2": ("relu2",), "gelu": _GELU_TANH[::-1]}, qk_norm=True
+        ),
+        HFFamily(
+            "mixtral",
+            "MixtralForCausalLM",
+            _MIXTRAL,
+            _SILU,
+            experts=_SOFTMAX | {"normalize_router": True, "dense_layers": 0},
+        ),
+        HFFamily("qwen3_moe", "Qwen3MoeForCausalLM", _QWEN_MOE, _SILU, qk_norm=True, experts=_SOFTMAX),
+        HFFamily(
+            "olmoe", "OlmoeForCausalLM", _QWEN_MOE, _SILU, qk_norm="whole", experts=_SOFTMAX | {"dense_layers": 0}
+        ),
+        # the router and the experts of DeepSeek-V3 with the attention of Qwen3
+        HFFamily(
+            "dots1", "Dots1ForCausalLM", _DOTS1, _SILU, qk_norm=True, experts={"router": "sigmoid", "balance": "bias"}
         ),
         HFFamily("gpt2", "GPT2LMHeadModel", _GPT2, {"gelu": _GELU_TANH, "relu2": ("relu2",)}),
     )
@@ -141,11 +194,31 @@ def hf_family(config: DecoderConfig) -> HFFamily:
         return family
     if not isinstance(config, Llama):
         raise UsageError(f"decoder={type(config).__name__}: Hugging Face's names are known for Llama and GPT2 alone")
+    if config.n_experts is not None:
+        return _family_with_experts(config)
+    if config.qk_norm == "whole":
+        raise UsageError("decoder.qk_norm=whole: transformers has it with experts alone: set n_experts, or false")
     return next(
         family
         for family in _FAMILIES.values()
-        if family.names is not _GPT2 and config.activation in family.activations and config.qk_norm == family.qk_norm
+        if family.experts is None
+        and family.names is not _GPT2
+        and config.activation in family.activations
+        and config.qk_norm == family.qk_norm
     )
+
+
+def _family_with_experts(config: Llama) -> HFFamily:
+    """See `hf_family`."""
+    name = {False: "mixtral", True: "qwen3_moe", "whole": "olmoe"}[config.qk_norm]
+    family = _FAMILIES["dots1" if config.router == "sigmoid" else name]
+    assert family.experts is not None
+    for option, wanted in {**family.experts, "qk_norm": family.qk_norm}.items():
+        if (value := getattr(config, option)) != wanted:
+            raise UsageError(f"decoder.{option}={value}: no {family.class_name} has it, it would need {wanted}")
+    if family.names is _DOTS1 and not config.n_shared_experts:
+        raise UsageError(f"decoder.n_shared_experts=0: no {family.class_name} has it, it would need at least 1")
+    return family
 
 
 # ---- weights
@@ -167,8 +240,16 @@ def hf_weights(config: DecoderConfig) -> list[HFWeight]:
             continue
         module, _, kind = name.rpartition(".")
         block = name.split(".")[1] if name.startswith("blocks.") else ""
+        if module.endswith(".experts"):
+            of_experts = names[name.replace(f".{block}.", ".{i}.", 1)]
+            for expert in range(shape[0]):
+                stored = f"{of_experts.format(i=block, e=expert)}.weight"
+                found[stored] = HFWeight(stored, shape[1:], (name,), expert=expert)
+            continue
         theirs = names[module.replace(f".{block}.", ".{i}.", 1) if block else module].format(i=block)
         transposed = theirs.endswith(_CONV1D) and kind == "weight"
+        if module.endswith(".router") and kind == "bias":
+            kind = "e_score_correction_bias"
         parts = () if kind == "bias" and not config.bias else (name,)
         before = found.get(f"{theirs}.{kind}")
         if before is not None:  # a part of a fused layer: its rows follow those before it
@@ -191,7 +272,7 @@ def to_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tenso
 
 
 def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The state dict of `Decoder(config)`, from that of the Hugging Face model; tensors are views.
+    """The state dict of `Decoder(config)`, from that of the Hugging Face model; tensors are views, but for experts.
 
     Args:
         state: names and tensors as transformers saves them; some may be missing, as the head of a tied model is.
@@ -202,9 +283,12 @@ def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Ten
     """
     weights = {weight.name: weight for weight in hf_weights(config)}
     result: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}  # of experts
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_embeddings:
             result["head.weight"] = tensor
+        elif name in weights and (expert := weights[name].expert) is not None:
+            stacks.setdefault(weights[name].parts[0], {})[expert] = tensor
         elif name in weights:
             result |= weights[name].split(tensor)
             if not weights[name].parts and tensor.any():
@@ -214,6 +298,10 @@ def from_hf(state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Ten
                 f"weight {name!r} has no place in the decoder: give the state dict of a model of its family"
                 f"{did_you_mean(name, weights)}"
             )
+    for name, stack in stacks.items():
+        if len(stack) < (config.n_experts or 0):
+            raise UsageError(f"{name!r} has {len(stack)} of {config.n_experts} experts: take another copy of the model")
+        result[name] = torch.stack([stack[expert] for expert in range(len(stack))])
     if config.tie_embeddings and "embed.weight" in result:
         result.setdefault("head.weight", result["embed.weight"])  # safetensors keeps a tied matrix once
     return result
@@ -264,7 +352,45 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         **({} if family.model_type == "apertus" else {"head_dim": config.head_dim}),  # which has no such setting
+        **_hf_experts(config, family.model_type),
     }
+
+
+def _hf_experts(config: DecoderConfig, kind: str) -> dict[str, Any]:
+    """The settings of a mixture, in transformers' words."""
+    if not isinstance(config, Llama) or config.n_experts is None:
+        return {}
+    found: dict[str, Any] = {"num_experts_per_tok": config.experts_per_token, _N_EXPERTS[kind]: config.n_experts}
+    if kind != "mixtral":
+        found["norm_topk_prob"] = config.normalize_router
+    if kind in ("mixtral", "olmoe"):
+        return found | {"intermediate_size": config.expert_width}
+    found["moe_intermediate_size"] = config.expert_width
+    if kind == "qwen3_moe":
+        return found | {"mlp_only_layers": list(range(config.dense_layers)), "decoder_sparse_step": 1}
+    return found | {theirs: getattr(config, ours) for ours, theirs in _DEEPSEEK.items()} | {"sliding_window": None}
+
+
+def _decoder_experts(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The settings of a mixture, in the decoder's words."""
+    words = _N_EXPERTS[kind], "num_local_experts", "num_experts"
+    sizes = {"experts_per_token": "num_experts_per_tok", "n_experts": next((w for w in words if w in given), words[0])}
+    if kind in ("qwen3_moe", "dots1"):
+        sizes["d_expert"] = "moe_intermediate_size"
+    found: dict[str, Any] = _sizes(given, sizes)
+    found |= {"balance": "none"} if kind != "dots1" else {"balance": "bias", "router": "sigmoid"}
+    found["normalize_router"] = given.get("norm_topk_prob", kind == "mixtral")
+    if kind == "qwen3_moe":
+        found["dense_layers"] = len(dense := sorted(given.get("mlp_only_layers") or []))
+        if dense != list(range(len(dense))) or given.get("decoder_sparse_step", 1) != 1:
+            raise UsageError(
+                f"mlp_only_layers={dense}, decoder_sparse_step={given.get('decoder_sparse_step', 1)}: the decoder has "
+                "dense blocks at its beginning alone"
+            )
+    if kind == "dots1":
+        defaults = {"n_shared_experts": 0, "dense_layers": 0, "router_scale": 1.0}
+        found |= {ours: given.get(theirs, defaults.get(ours, 1)) for ours, theirs in _DEEPSEEK.items()}
+    return found
 
 
 def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
@@ -278,6 +404,8 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
     """
     given = {key: value for key, value in given.items() if value is not None}  # null is the default, as in transformers
     kind = str(given.get("model_type"))
+    if kind.startswith("deepseek"):
+        raise UsageError(f"model_type={kind}: the decoder has its router and experts, and not its attention (MLA)")
     if kind not in _FAMILIES:
         raise UsageError(f"model_type={kind}: the decoder is one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[kind]
@@ -313,8 +441,9 @@ def decoder_config(given: Mapping[str, Any]) -> DecoderConfig:
         **shared,
         n_kv_heads=given.get("num_key_value_heads") or sizes["n_heads"],
         qk_norm=family.qk_norm,
-        norm_eps=float(given.get("rms_norm_eps", 1e-5 if kind in ("arcee", "apertus") else 1e-6)),
+        norm_eps=float(given.get("rms_norm_eps", 1e-5 if kind in _EPS_1E_5 else 1e-6)),
         rope_theta=_rope_theta(given, kind),
+        **({} if family.experts is None else _decoder_experts(given, kind)),
     )
 
 
@@ -327,6 +456,9 @@ def _needed(family: HFFamily) -> Iterator[tuple[str, Any]]:
         return
     yield from ((key, False) for key in ("attention_bias", "mlp_bias", "use_sliding_window"))
     yield "partial_rotary_factor", 1.0
+    yield "clip_qkv", None
+    if family.names is _MIXTRAL:
+        yield "sliding_window", None
 
 
 def _sizes(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -345,7 +477,9 @@ def _rope_theta(given: Mapping[str, Any], kind: str) -> float:
     if word != "default" or (kind == "apertus" and not rope and "rope_theta" not in given):
         raise UsageError(f"rope_type={word if rope else 'llama3'}: the decoder's rotary positions are not stretched")
     theta = rope.get("rope_theta", given.get("rope_theta"))
-    return 10000.0 if theta is None else float(theta)
+    if theta is None:
+        return 1e6 if kind == "mixtral" else 10000.0
+    return float(theta)
 
 
 # ---- muP

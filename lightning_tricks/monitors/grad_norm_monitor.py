@@ -13,13 +13,15 @@ from lightning_tricks._core.find_modules import clean_name, find_blocks
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import optimizer_index
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import GRADIENT_NORM, UNREADABLE, Refusal
 from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.optim import grad_norms_of
 
 __all__ = ["GradNormMonitor"]
+
+_REFUSED = Refusal(UNREADABLE, "under {strategy}, which holds no parameter whole: leave it out, or use FSDP2Strategy")
 
 Parts = Literal["block", "group"]
 Measured = dict[tuple[str, ...], Tensor]  # by the names of the metrics, a value for each
@@ -86,9 +88,9 @@ class GradNormMonitor(pl.Callback):
         """Refuse strategies under which the norms are not known, before any process is started."""
         if stage != "fit":
             return
-        refuse("the gradient norm", trainer.strategy, "GradNormMonitor:")
+        GRADIENT_NORM.check(trainer.strategy, "GradNormMonitor:")
         if self.per:
-            refuse("GradNormMonitor.per", trainer.strategy, f"GradNormMonitor: per={self.per!r}")
+            _REFUSED.check(trainer.strategy, f"GradNormMonitor: per={self.per!r}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse it where no command has; find the buffer."""

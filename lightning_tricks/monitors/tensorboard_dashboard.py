@@ -29,7 +29,7 @@ __all__ = ["TensorBoardDashboard"]
 PAGE = "dashboard.html"
 PLAN = "plan/lr"
 CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
-INSIDE = ("activations", "updates", "attention")
+INSIDE = ("activations", "updates", "attention", "experts")
 # Charts of metrics that only some precisions record.
 OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
 OF_FP8 = {"fp8: share": ["precision/fp8_share"]}
@@ -157,7 +157,7 @@ class TensorBoardDashboard(pl.Callback):
 
     - the custom-scalars tab: training and validation loss in one chart, the gradient norm before the clip with the
       clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
-      activations, updates, attention and fp8;
+      activations, updates, attention, experts and fp8;
     - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
     - the series `plan/lr`, in a run of its own beside it: the learning rate from the first step to the last, where a
       schedule of this collection gives it (`ScheduleLR`);

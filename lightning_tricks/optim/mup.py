@@ -269,7 +269,7 @@ class MuP:
 
 
 def at_width(config: Config, width: int, head_dim: int) -> Config:
-    """A decoder's config at another width: heads `head_dim` wide, the same share of key heads, d_ff in proportion."""
+    """A decoder's config at another width: heads `head_dim` wide, the same share of key heads, MLPs in proportion."""
     shape: Any = config
     if (width, head_dim) == (shape.d_model, shape.head_dim):
         return config
@@ -277,5 +277,9 @@ def at_width(config: Config, width: int, head_dim: int) -> Config:
     kv_heads = (
         None if shape.n_kv_heads is None else math.gcd(max(1, shape.n_kv_heads * n_heads // shape.n_heads), n_heads)
     )
-    d_ff = None if shape.d_ff is None else max(1, round(shape.d_ff * width / shape.d_model))
-    return dataclasses.replace(shape, d_model=width, n_heads=n_heads, n_kv_heads=kv_heads, d_ff=d_ff)
+    widths = {
+        name: max(1, round(value * width / shape.d_model))
+        for name in ("d_ff", "d_expert")
+        if (value := getattr(shape, name, None)) is not None
+    }
+    return dataclasses.replace(shape, d_model=width, n_heads=n_heads, n_kv_heads=kv_heads, **widths)

@@ -15,6 +15,7 @@ import torch.nn.attention.varlen  # registers `torch_attn::_varlen_attn`
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import lightning_tricks.parallel.grouped_product  # noqa: F401, the operator
 from lightning_tricks._core.errors import UsageError, check_choice
 
 Mode = Literal["none", "cheap", "selective", "full"]
@@ -34,6 +35,8 @@ ATTENTION_OPS = frozenset(
 )
 # A linear layer without and with bias.
 LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
+# The products of experts: gate, up, down; down too is read by the backward pass, for the weights of the router.
+EXPERT_OPS = frozenset({torch.ops.lightning_tricks.grouped_product.default})
 # The arguments by which a block of transformers takes a cache of keys and values, or the state of a recurrence.
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 
@@ -48,7 +51,9 @@ def check_mode(mode: Mode | None) -> Mode:
     return mode or "none"
 
 
-def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linears: int | None = None) -> Tensor:
+def checkpointed(
+    mode: Mode, function: Callable[..., Any], *args: Any, linears: int | None = None, router: int | None = None
+) -> Any:
     """`function(*args)` with bitwise the same gradients; `mode` decides which results stay for the backward pass.
 
     - `none`: everything that autograd asks for.
@@ -58,16 +63,19 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
     - `selective`: the results of attention and of every second linear layer (the first, the third, ...), so that about
       half of the matrix products run again.
 
-    Attention that a CPU in bf16 does by products runs again in all modes but `none`.
+    Attention that a CPU in bf16 does by products runs again in all modes but `none`. Of experts, `selective` runs `up`
+    again, and `full` all products. No mode runs a router again: experts that are chosen by numbers which differ in the
+    last digit may be others, and the saved results would be those of other rows.
 
     Parameters keep their names. Dropout would differ in the second run: the random state is not saved.
 
     Args:
         mode: see above.
-        function: called once now and once in the backward pass; takes tensors and returns one tensor.
+        function: called once now and once in the backward pass; takes tensors and returns one tensor, or a tuple.
         args: its arguments.
         linears: number of linear layers in `function`, if the result of the last one is only added to the residual
             stream: the backward pass does not read it, and it is not kept. None: not known.
+        router: of the linear layers, counted from 1, the one that chooses experts. None: there is none.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174. The choice of ops is torchtitan's,
     https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/parallelize.py (`_always_save_ops`,
@@ -75,7 +83,7 @@ def checkpointed(mode: Mode, function: Callable[..., Tensor], *args: Any, linear
     """
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **_options(mode, linears))
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **_options(mode, linears, router))
 
 
 def checkpoint_block(block: nn.Module, mode: Mode) -> None:
@@ -86,7 +94,8 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
 
     Args:
         block: any module; its `forward` is replaced on the object, so hooks, names and class stay. Idempotent.
-        mode: see `checkpointed`. Random numbers are drawn as in the first run.
+        mode: see `checkpointed`. Random numbers are drawn as in the first run. A router is not run again where the
+            block has an attribute `router_linear`, the argument `router` there.
 
     Raises:
         UsageError: in the forward pass, if the cache already holds tokens (such as a trained prefix).
@@ -105,9 +114,10 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.plain_forward(*args, **kwargs)
+        own = _options(mode, router=getattr(self, "router_linear", None))
         args = tuple(without_cache(names.get(position, ""), value) for position, value in enumerate(args))
         kwargs = {name: without_cache(name, value) for name, value in kwargs.items()}
-        return checkpoint(self.plain_forward, *args, use_reentrant=False, **_options(mode), **kwargs)
+        return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
 
     # methods of the object, so that a deep copy of it runs its own weights
     block.__dict__.update(plain_forward=block.forward, forward=MethodType(forward, block), checkpoint_mode=mode)
@@ -119,10 +129,10 @@ def mode_of(block: nn.Module) -> Mode:
     return own if own in ("cheap", "selective", "full") else vars(block).get("checkpoint_mode", "none")
 
 
-def _options(mode: Mode, linears: int | None = None) -> dict[str, Any]:
-    """The options of `torch.utils.checkpoint` for one call; `linears` as in `checkpointed`."""
-    keeping = mode in ("cheap", "selective")
-    return {"context_fn": functools.partial(_keeping_contexts, mode, linears)} if keeping else {}
+def _options(mode: Mode, linears: int | None = None, router: int | None = None) -> dict[str, Any]:
+    """The options of `torch.utils.checkpoint` for one call; `linears` and `router` as in `checkpointed`."""
+    keeping = mode in ("cheap", "selective") or router is not None
+    return {"context_fn": functools.partial(_keeping_contexts, mode, linears, router)} if keeping else {}
 
 
 def keeps_linear(mode: Mode, number: int, linears: int | None) -> bool:
@@ -130,17 +140,21 @@ def keeps_linear(mode: Mode, number: int, linears: int | None) -> bool:
     return number != linears and (mode == "cheap" or (mode == "selective" and number % 2 == 1))
 
 
-def _keeping_contexts(mode: Mode, linears: int | None) -> Any:
-    seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and when running it again
+def _keeping_contexts(mode: Mode, linears: int | None, router: int | None) -> Any:
+    # products of linear layers and of experts so far, in the forward pass and when running it again
+    seen = {(ops, again): 0 for ops in (LINEAR_OPS, EXPERT_OPS) for again in (False, True)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
-            return CheckpointPolicy.MUST_SAVE
-        if op in LINEAR_OPS:
-            seen[ctx.is_recompute] += 1
-            if keeps_linear(mode, seen[ctx.is_recompute], linears):
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        keeps = (op in ATTENTION_OPS and mode != "full") or (op is _aten.topk.default and router is not None)
+        for ops in (LINEAR_OPS, EXPERT_OPS):
+            if op in ops:
+                seen[ops, ctx.is_recompute] += 1
+                number = seen[ops, ctx.is_recompute]
+                if ops is EXPERT_OPS:
+                    keeps = keeps_linear(mode, (number - 1) % 3 + 1, None)
+                else:
+                    keeps = number == router or keeps_linear(mode, number, linears)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

@@ -140,12 +140,14 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None) -> dict[str, 
 
 
 def _with_context(module: nn.Module) -> list[Any]:
-    """The outermost parts that can treat a part of each row."""
+    """The outermost parts that can treat a part of each row; each may refuse by a method `check_context_parallel`."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         inside = any(not other or name.startswith(f"{other}.") for other in found)
         if not inside and callable(getattr(part, "set_context_parallel", None)):
             found[name] = part
+            if callable(check := getattr(part, "check_context_parallel", None)):
+                check()
     if not found:
         raise UsageError(
             f"mesh.context: {type(module).__name__} cannot treat a part of each row: give it a method "

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.objects import trainer_of
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import PRECISION_PLUGIN
 
 __all__ = ["BF16Mixed"]
 
@@ -43,7 +43,7 @@ class AutocastPrecision(pl.plugins.Precision):
             UsageError: a strategy that has a precision of its own.
         """
         trainer = trainer_of(module)
-        refuse("a precision plugin", getattr(trainer, "strategy", None), f"plugins: {type(self).__name__}")
+        PRECISION_PLUGIN.check(getattr(trainer, "strategy", None), f"plugins: {type(self).__name__}")
         if trainer is not None:
             self.device = trainer.strategy.root_device.type
         self._autocasts = not _casts_by_fsdp2(module, self._dtype)

@@ -23,7 +23,7 @@ from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.objects import trainer_of
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import PRECISION_PLUGIN
 from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
@@ -232,7 +232,7 @@ class Float8(pl.plugins.Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the layers that are not converted yet; show the table; then do what the base does."""
         linear = _load_linear()
-        refuse("a precision plugin", getattr(trainer_of(module), "strategy", None), "plugins: Float8")
+        PRECISION_PLUGIN.check(getattr(trainer_of(module), "strategy", None), "plugins: Float8")
         self._refuse_device(module)
         self._convert(module)
         linears = named_linears(module)

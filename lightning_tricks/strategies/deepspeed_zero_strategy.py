@@ -17,7 +17,7 @@ from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import configured_optimizers, is_a
-from lightning_tricks._trainer.refusals import refuse
+from lightning_tricks._trainer.refusals import PRECISION_PLUGIN
 from lightning_tricks._trainer.run_facts import WeightsLayout
 from lightning_tricks.checkpoints.load_weights import differing_weights
 from lightning_tricks.checkpoints.record import record_of
@@ -348,7 +348,7 @@ def refuse_settings(strategy: Any, trainer: Any) -> None:
     if device not in ("cpu", "cuda"):
         raise UsageError(f"trainer.accelerator={device}: DeepSpeedZeROStrategy runs on cuda and cpu; use FSDP2Strategy")
     if not is_a(plugin, "DeepSpeedPrecision"):
-        refuse("a precision plugin", strategy, f"plugins: {type(plugin).__name__}")
+        PRECISION_PLUGIN.check(strategy, f"plugins: {type(plugin).__name__}")
     if plugin.precision.startswith("16") and device == "cpu":
         raise UsageError(
             f"trainer.precision={plugin.precision} on a CPU: DeepSpeed has fp16 on GPUs only; set bf16-mixed"

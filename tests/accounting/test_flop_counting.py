@@ -10,7 +10,7 @@ from harness import processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting import matmul_parameters, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flop_counting import CannotCount, FlopCounter, count_flops
 from lightning_tricks.models import GPT2, Decoder, Llama
 
@@ -173,6 +173,25 @@ def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped):
     model, recompute = (flops / tokens.numel() for flops in counted(net, tokens))
     assert model == pytest.approx(training_flops_per_token(config, 64, "full"), rel=0.01)
     assert recompute == pytest.approx(recompute_flops_per_token(config, 64, "full", mode), rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["none", "cheap", "selective", "full"])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_closed_form_and_count_are_equal_for_experts(mode, shared):
+    config = Llama(
+        vocab_size=96, d_model=32, n_layers=3, n_heads=4, max_seq_len=64, n_experts=8, experts_per_token=2, d_expert=16,
+        n_shared_experts=shared, dense_layers=1, d_ff=48, sequence_balance_weight=0.01, router_z_weight=0.01,
+    )  # fmt: skip
+    tokens = torch.randint(0, 96, (2, 64))
+    net = Net(lambda self, batch: self.decoder(batch, labels=batch))
+    net.decoder = Decoder(config)
+    net.decoder.set_activation_checkpointing(mode)
+    model, recompute = (flops / tokens.numel() for flops in counted(net, tokens))
+    assert model == training_flops_per_token(config, 64, "full")
+    assert recompute == recompute_flops_per_token(config, 64, "full", mode)
+    others = 96 * 32 + 32 * 7  # the embedding and the norms
+    assert matmul_parameters(config, active=False) == sum(p.numel() for p in net.decoder.parameters()) - others
+    assert matmul_parameters(config, active=False) - matmul_parameters(config) == 2 * (8 - 2) * 3 * 32 * 16
 
 
 @contextlib.contextmanager

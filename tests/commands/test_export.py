@@ -47,11 +47,16 @@ CASES = {
     "qwen3": Llama(**SIZES, qk_norm=True),
     "apertus": Llama(**SIZES, activation="relu2", qk_norm=True),
     "gpt2": GPT2(**SIZES),
+    "dots1": Llama(
+        **SIZES, n_experts=4, d_expert=16, n_shared_experts=1, router="sigmoid", qk_norm=True, dense_layers=1
+    ),
 }
 
 
 # test_hf_adapter.py has each family
-@pytest.mark.parametrize(("name", "kind"), [("llama tied", "folder"), ("apertus", "file"), ("gpt2", "file")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama tied", "folder"), ("apertus", "file"), ("gpt2", "file"), ("dots1", "folder")]
+)
 def test_transformers_finds_the_same_model_text_and_tie(name, kind, tmp_path, capsys):
     content = checkpoint(CASES[name])
     folder = export(save(content, tmp_path / "saved.ckpt", kind), tmp_path / "out")

@@ -126,6 +126,11 @@ def test_what_llama_cpp_cannot_express_is_one_line_and_leaves_nothing(tmp_path, 
     cases = [
         (saved("gelu", Llama(**SIZES, activation="gelu")), [], "activation=gelu: llama.cpp's arcee has relu2 alone"),
         (saved("relu2", GPT2(**SIZES, activation="relu2")), [], "activation=relu2: llama.cpp's gpt2 has gelu alone"),
+        (
+            saved("experts", Llama(**SIZES, n_experts=4, balance="none")),
+            [],
+            "n_experts=4: experts are not written: give",
+        ),
         (saved("none", CASES["llama"], TextData=None), [], "holds no tokenizer, which a GGUF file needs: give hf"),
         (saved("spaces", CASES["llama"], TextData=of_spaces), [], "tokenizer 'with spaces' cannot be one of llama.cpp"),
         (save(double, tmp_path / "double.ckpt"), [], "weights in float64: give dtype fp32, bf16 or fp16"),

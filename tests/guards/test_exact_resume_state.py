@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulation
 from torch.utils.data import DataLoader
 
 from lightning_tricks import ExactResume, SafeCheckpoint
-from lightning_tricks.guards.exact_resume.exact_resume import NOT_EXACT, warn_of_other_callbacks
+from lightning_tricks.guards.exact_resume.extra_state import NOT_EXACT, warn_of_other_callbacks
 
 BATCHES, EPOCHS = 3, 3
 PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.0}

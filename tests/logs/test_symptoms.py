@@ -138,7 +138,7 @@ def each_step(batch):
         sick("overfitting warning supported", "not shifted", val__loss=np.linspace(6, 11, 10)),
         sick("overfitting warning supported", train__loss=FALLING - 9, val__loss=OVERFIT - 9),
         sick("train_gap warning hypothesis", val__loss=np.linspace(9, 8.9, 10)),
-        sick("validation_leak warning supported", val__loss=VAL * np.linspace(1, 0.5, 10)),
+        sick("validation_leak warning supported", "val/loss is 0.50 of", val__loss=VAL * np.linspace(1, 0.5, 10)),
         sick("restore error hypothesis", steps=(150,), train__loss=JUMPED, restarts=[150]),
         sick("restore error established", "counts 0 steps of 150", doctor__optimizer_step=Series.of({150: 0.0})),
         sick("restore warning established", "10 of the next batches were trained before", restarts=[150],

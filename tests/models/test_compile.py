@@ -9,6 +9,7 @@ from lightning_tricks.models import GPT2, Decoder, Llama
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
 CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2, qk_norm=True), "gpt2": GPT2(**SHAPE)}
+CONFIGS["experts"] = Llama(**SHAPE, n_experts=4, d_expert=16, n_shared_experts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,14 @@ def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_l
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("gpt2", "none"), ("gpt2", "full"), ("llama", "selective"), ("llama", "cheap")]
+    ("name", "mode"),
+    [
+        ("gpt2", "none"),
+        ("gpt2", "full"),
+        ("llama", "selective"),
+        ("llama", "cheap"),
+        *(("experts", m) for m in ("none", "selective", "full")),
+    ],
 )
 def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode):
     torch._dynamo.utils.counters.clear()

@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers
 from models.decoders import TINY, build, tokens
+from safetensors.torch import load_file, save_file
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.checkpoints.load_weights import architecture, check_architecture
 from lightning_tricks.models import (
     GPT2,
     Decoder,
@@ -93,7 +95,10 @@ def of_llama(**changed):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model_type": "mamba"}, "model_type=mamba: the decoder is one of llama, qwen3, arcee, apertus, gpt2"),
+        (
+            {"model_type": "mamba"},
+            "model_type=mamba: the decoder is one of llama, qwen3, arcee, apertus, mixtral, qwen3_moe, olmoe, dots1,",
+        ),
         ({"attention_bias": True}, "attention_bias=True: the decoder has False alone"),
         ({"head_dim": 16}, "head_dim=16: the decoder's is hidden_size / num_attention_heads = 8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': the decoder has, of a llama, silu"),
@@ -150,3 +155,78 @@ def test_a_bias_that_the_decoder_lacks_must_be_zero():
     state["transformer.h.1.mlp.c_fc.bias"][3] = 0.5
     with pytest.raises(UsageError, match=r"'transformer\.h\.1\.mlp\.c_fc\.bias' is not zero, .*bias: true"):
         from_hf(state, config)
+
+
+EXPERTS = {"n_experts": 4, "experts_per_token": 2, "d_expert": 16}
+MIXTURES = {
+    "mixtral": Llama(**TINY, **EXPERTS, balance="none", n_kv_heads=2),
+    "qwen3_moe": Llama(
+        **TINY, **EXPERTS, balance="none", qk_norm=True, dense_layers=1, d_ff=48, normalize_router=False
+    ),
+    "olmoe": Llama(**TINY, **EXPERTS, balance="none", qk_norm="whole", n_kv_heads=2, normalize_router=False),
+    "dots1": Llama(
+        **TINY, **EXPERTS, qk_norm=True, router="sigmoid", router_scale=2.5, n_shared_experts=2, dense_layers=1,
+        d_ff=48, router_groups=2, groups_per_token=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_folder_of_a_mixture_goes_there_and_back_and_gives_the_same_logits(name, tmp_path):
+    config = MIXTURES[name]
+    ours = build(config).eval()
+    if config.balance == "bias":
+        ours.blocks[1].mlp.router.bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    family, state = hf_family(config), to_hf(ours.state_dict(), config)
+    assert family.model_type == name
+    assert {key: tuple(tensor.shape) for key, tensor in state.items()} == {w.name: w.shape for w in hf_weights(config)}
+    stored = {key: tensor.contiguous() for key, tensor in state.items()}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = transformers.AutoConfig.for_model(name, **hf_config(config), architectures=[family.class_name])
+    settings.save_pretrained(tmp_path)
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values())
+    assert type(theirs).__name__ == family.class_name
+    input_ids = tokens(2, 24)
+    torch.testing.assert_close(ours(input_ids), theirs(input_ids).logits, rtol=1e-5, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == state.keys()  # the names of its folders
+    back = from_hf(again, config)
+    assert back.keys() == ours.state_dict().keys()
+    assert all(torch.equal(tensor, back[key]) for key, tensor in ours.state_dict().items())
+    read = decoder_config(transformers.PretrainedConfig.get_config_dict(tmp_path)[0])
+    check_architecture(config, {"decoder_config": architecture(read)}, {"init_std"})
+    del again[next(key for key in again if ".experts.2." in key)]
+    with pytest.raises(UsageError, match="has 3 of 4 experts: take another copy"):
+        from_hf(again, config)
+
+
+SIGMOID = {"router": "sigmoid", "balance": "bias"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"balance": "bias"}, "decoder.balance=bias: no MixtralForCausalLM has it, it would need none"),
+        ({"qk_norm": True, "n_shared_experts": 1}, "decoder.n_shared_experts=1: no Qwen3MoeForCausalLM has it"),
+        (SIGMOID, "decoder.qk_norm=False: no Dots1ForCausalLM has it"),
+        ({**SIGMOID, "qk_norm": True}, "decoder.n_shared_experts=0: no Dots1ForCausalLM has it, it would need at"),
+        ({"n_experts": None, "d_expert": None, "qk_norm": "whole"}, "decoder.qk_norm=whole: transformers has it with"),
+        ({"model_type": "deepseek_v3"}, "model_type=deepseek_v3: the decoder has its router and experts, and not its"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window=4096: the decoder has None alone"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0: the decoder has None alone"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers=[1], decoder_sparse_step=1: the"),
+        ({"model_type": "olmoe"}, "config.json says no num_experts"),
+    ],
+)
+def test_a_mixture_that_the_other_side_does_not_have_is_one_line(changed, says):
+    experts = {} if changed.get("model_type") == "olmoe" else {"num_experts": 4}
+    given = of_llama(**experts, num_experts_per_tok=2, moe_intermediate_size=16)
+    of_theirs, of_ours = (
+        lambda: decoder_config(given | changed),
+        lambda: hf_family(dataclasses.replace(ours, **changed)),
+    )
+    ours = MIXTURES["mixtral"]
+    with pytest.raises(UsageError, match=re.escape(says)):
+        (of_theirs if "model_type" in changed else of_ours)()

@@ -43,11 +43,12 @@ def test_prints_the_figures_and_when_each_was_crossed(capsys):
     baseline = CompressionBaseline(xz=True)
     for bits, step in [(8.0, 10), (zlib_bits_per_byte(TEXT) - 0.01, 20), (zlib_bits_per_byte(TEXT) - 0.02, 30)]:
         baseline.on_validation_end(trainer(bits, step), None)
+    baseline.history[1] = (20, 150.0, *baseline.history[1][2:])
     baseline.on_fit_end(trainer(1.0, 30), None)
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if "zlib -9" in line)
     assert f"{zlib_bits_per_byte(TEXT):.4f}" in row
-    assert "crossed by step 20" in row
+    assert "crossed by step 20, 2.5 min" in row
     assert sum("xz -9e" in line for line in lines) == 2
     assert f"{zlib_bits_per_byte(TEXT) - 0.02:.4f}  at step 30" in "".join(lines)
 

@@ -1,5 +1,6 @@
 """What a process of test_mesh.py does: train small models on a mesh, beside the same training in one process."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -137,6 +138,11 @@ class OwnRows(Foreign):
 LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
 NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
 WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
+EXPERTS = Llama(
+    **SIZES, n_heads=4, d_ff=48, n_experts=8, experts_per_token=2, d_expert=16, n_shared_experts=1, dense_layers=1,
+    balance_rate=0.001, router_z_weight=0.01,
+)  # fmt: skip
+OF_ROWS = dataclasses.replace(EXPERTS, sequence_balance_weight=0.05)
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,
     "Lightning's fp16": lambda: pl.plugins.MixedPrecision("16-mixed", "cpu"),
@@ -150,6 +156,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
+    "experts": lambda: Ours(EXPERTS),
+    "experts, balanced by rows": lambda: Ours(OF_ROWS),
     "hugging face": HuggingFace,
     "phi 3": lambda: HuggingFace(Phi3Config),
     "olmo 2": lambda: HuggingFace(Olmo2Config),
@@ -167,7 +175,7 @@ class Case(NamedTuple):
     Attributes:
         model: of `MODELS`.
         dims: the mesh.
-        options: of FSDP2Strategy.
+        options: of FSDP2Strategy; with `ddp`, DDP in place of it.
         documents: rows hold several documents.
         accumulate: micro-batches of a step.
         guarded: StepGuard and EMA are in the run.
@@ -197,6 +205,12 @@ class Found(NamedTuple):
     ledger: str | None
 
 
+def weights_of(module: Any) -> dict[str, Tensor]:
+    """All parameters, whole, and the biases that balance experts."""
+    biases = {name: buffer.clone() for name, buffer in module.named_buffers() if name.endswith("router.bias")}
+    return {name: whole(p) for name, p in module.named_parameters()} | biases
+
+
 class Look(pl.Callback):
     """Takes the first weights, and the gradients before the first step, whole."""
 
@@ -205,7 +219,7 @@ class Look(pl.Callback):
         self.weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = {name: whole(p) for name, p in pl_module.named_parameters()}
+        self.weights = weights_of(pl_module)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 0:
@@ -276,8 +290,8 @@ def train(
     for name, times in (("tokens_per_second", 1), ("model_flops_per_second", devices)):
         rates = logged.get(f"throughput/{name}", [])
         logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
-    moved = {name: whole(p) - look.weights[name] for name, p in module.named_parameters()}
-    weights = {name: whole(p) for name, p in module.named_parameters()}
+    weights = weights_of(module)
+    moved = {name: weight - look.weights[name] for name, weight in weights.items()}
     first_sum = json.loads(ledger.read_text().splitlines()[0])["weights"] if ledger.exists() else None
     shutil.rmtree(ledger.parent)
     return Found(look.gradients, logged, moved, weights, first_sum)
@@ -285,7 +299,7 @@ def train(
 
 def on_the_mesh(case: Case, rank: int, world: int, **more: Any) -> Found:
     dims = case.dims.of_world(world)
-    strategy = FSDP2Strategy(mesh=case.dims, **case.options)
+    strategy: Any = "ddp" if "ddp" in case.options else FSDP2Strategy(mesh=case.dims, **case.options)
     found = train(case, strategy, (dims.data_rank(rank), dims.data_ranks), world, **more)
     if seconds := case.options.get("timeout_seconds"):
         mesh = strategy.groups
@@ -315,6 +329,19 @@ def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
         if not case.says
     }
     return {name: train_once(settings) for name, settings in alone.items()}
+
+
+OF_EXPERTS = Case("experts, balanced by rows", ParallelDims(), repeats=True)
+
+
+def experts_saved_and_resumed(rank: int, folder: Path) -> tuple[Found, Found]:
+    """The unbroken run of shards, and one that goes on from its checkpoint."""
+    whole_run = on_the_mesh(OF_EXPERTS, rank, 2, save=folder / "experts")
+    return whole_run, on_the_mesh(OF_EXPERTS, rank, 2, resume=folder / "experts")
+
+
+def experts_resumed_by_one(rank: int, folder: Path) -> Found:
+    return train(OF_EXPERTS, "auto", resume=folder / "experts")
 
 
 LAYOUTS = {

@@ -265,6 +265,7 @@ def test_the_start_is_told(caplog):
         train(CausalLM(), strategy=FSDP2Strategy(), epochs=1)
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "FSDP2 on shard 1\n" in text
+    assert "context" not in text
     assert "2: model.model.layers.0, model.model.layers.1" in text
     count = sum(p.numel() for p in CausalLM().parameters())
     share = sum(p.numel() for p in CausalLM().model.model.layers[0].parameters()) / count

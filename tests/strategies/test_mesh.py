@@ -11,6 +11,8 @@ from mesh_runs import (
     STEPS,
     Case,
     Found,
+    experts_resumed_by_one,
+    experts_saved_and_resumed,
     resumed_by_one,
     saved_and_resumed,
     saved_by_one,
@@ -54,6 +56,15 @@ TWO = {
     "context, fp8": Case("wide", CONTEXT, precision="fp8"),
     "context, documents": Case("gpt2", CONTEXT, documents=True),
     "context, ulysses, documents": Case("normed", CONTEXT, {"context_method": "ulysses"}, documents=True),
+    "experts": Case(
+        "experts, balanced by rows", ParallelDims(), {"activation_checkpointing": "full"}, accumulate=2, guarded=True
+    ),
+    "experts, DDP": Case("experts, balanced by rows", ParallelDims(), {"ddp": True}, accumulate=2, guarded=True),
+    "experts, context": Case("experts", CONTEXT),
+    "experts, parts of balanced rows": Case(
+        "experts, balanced by rows", CONTEXT, says="mesh.context: decoder.sequence_balance_weight=0.05 needs whole rows"
+    ),
+    "experts, tensor": Case("experts", TENSOR, says="mesh.tensor: decoder.n_experts=8 is not divided over ranks"),
     "shards, one reduction": Case("llama", ParallelDims(), {"reduce_gradients": "step"}, accumulate=2),
 }
 FOUR = {
@@ -62,6 +73,7 @@ FOUR = {
     "shards and tensor, Hugging Face, from rank 0": Case("built late", TENSOR, {"init_on_rank_0": True}, accumulate=2),
     "shards and tensor, Muon": Case("muon", TENSOR),
     "shards and context": Case("llama", CONTEXT),
+    "experts on replicas of shards": Case("experts, balanced by rows", ParallelDims(replicate=2)),
     "tensor and context": Case(
         "normed", ParallelDims(tensor=2, context=2), {"timeout_seconds": 1234.0}, documents=True, guarded=True
     ),
@@ -113,9 +125,12 @@ def differences(here: Found, one: Found, bounds: Bounds, flops: int = 0) -> list
         gap = float(((here.moved[name] - one.moved[name]).norm() - rounding) / way)
         if not (is_zero or gap <= bounds.moved):
             lines.append(f"weight {name} moved otherwise by {gap:.1e}")
+    for name in one.moved.keys() - one.gradients.keys():  # the biases of experts: no gradient, but counts of tokens
+        if not torch.equal(here.weights[name], one.weights[name]) or not one.moved[name].any():
+            lines.append(f"{name} is {here.weights[name]} in place of {one.weights[name]}")
     if here.ledger != one.ledger:
         lines.append(f"the sum of the weights in the ledger is {here.ledger} in place of {one.ledger}")
-    for name in [*SAME, *(name for name in one.logged if name.startswith("attention/"))]:
+    for name in [*SAME, *(name for name in one.logged if name.startswith(("attention/", "experts/")))]:
         mine, theirs = here.logged.get(name, []), one.logged.get(name, [])
         more = flops if name == "model_flops_per_second" else 0
         if len(mine) != len(theirs) or any(
@@ -166,3 +181,14 @@ def test_a_checkpoint_of_each_layout_goes_on_in_each_other(tmp_path):
             if not gap <= bound:
                 lines.append(f"{saver} -> {opener}: {name} differs by {gap:.1e}")
     assert not lines, "\n".join(lines)
+
+
+def test_experts_go_on_from_a_checkpoint_of_shards_with_their_biases(tmp_path):
+    unbroken, resumed = run(experts_saved_and_resumed, tmp_path, world=2)[0]
+    (alone,) = run(experts_resumed_by_one, tmp_path, world=1)
+    biases = [name for name in unbroken.weights if name.endswith("router.bias")]
+    assert len(biases) == 1
+    for name, weight in unbroken.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+        assert (alone.weights[name] - weight).abs().max() <= (0.0 if name in biases else 1e-6), name
+    assert unbroken.weights[biases[0]].abs().max() > 0.001  # of two steps, each 0.001

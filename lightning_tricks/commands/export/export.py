@@ -187,6 +187,7 @@ class _Weights:
         self.shapes = {
             name.removeprefix(PREFIX): shape for name, shape in source.shapes.items() if name.startswith(PREFIX)
         }
+        self._latest: tuple[str, Tensor] | None = None
         # a weight of 16 bits that is multiplied or converted is rounded
         self.rounded = any(
             self._target(name) != torch.float32 and (factor(name) != 1.0 or self._target(name) != self.shapes[name][1])
@@ -226,7 +227,9 @@ class _Weights:
 
     def _build(self, weight: HFWeight, dtype: torch.dtype) -> Tensor:
         def read(name: str) -> Tensor:
-            return self.form.order(name, self.written(name), self.config)
+            if self._latest is None or self._latest[0] != name:  # a stack of experts is read once, not for each of them
+                self._latest = name, self.form.order(name, self.written(name), self.config)
+            return self._latest[1]
 
         return weight.build(read).to(dtype)
 

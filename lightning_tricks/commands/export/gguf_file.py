@@ -156,6 +156,8 @@ def gguf_architecture(config: DecoderConfig) -> str:
         UsageError: none does; names the setting.
     """
     architecture = hf_family(config).model_type
+    if config.n_experts is not None:
+        raise UsageError(f"export: format=gguf: decoder.n_experts={config.n_experts}: experts are not written: give hf")
     if config.activation != (only := _ACTIVATIONS[architecture]):
         raise UsageError(
             f"export: format=gguf: decoder.activation={config.activation}: llama.cpp's {architecture} has {only} "

@@ -95,6 +95,7 @@ def traced_memory(setup: RunSetup) -> StepMemory:
 def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
+    deep = deep and getattr(setup.module.config, "dense_layers", 0) < DEPTHS[0]  # so that a mixture is added
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
 

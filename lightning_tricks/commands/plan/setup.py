@@ -185,7 +185,9 @@ class RunSetup:
         """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""
         module = self.module
         if depth is not None:
-            module.config = dataclasses.replace(module.config, n_layers=depth)
+            dense = getattr(module.config, "dense_layers", 0)  # at least one block with experts stays
+            fewer = {"dense_layers": depth - 1} if dense >= depth else {}
+            module.config = dataclasses.replace(module.config, n_layers=depth, **fewer)
             module.base_config = module.config if module.mup is None else module.mup.base_config(module.config)
         if getattr(module, "compile_blocks", False):  # the trace is eager, and torch's compiler loads slowly
             module.compile_blocks = False

@@ -15,24 +15,21 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SavesNow
 from lightning_tricks._core.random_state import gather, random_state, saved_random_states, set_random_state_of
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
+from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.loop import (
     batch_progress,
     end_restart,
     epoch_is_over,
-    epoch_means,
     forget_running_batch,
     go_on_with_next_epoch,
-    is_restarting,
-    plateau_updates,
     reopen_epoch,
-    set_callback_metrics,
     set_consumed,
     within_step,
 )
 from lightning_tricks._trainer.objects import is_a
 from lightning_tricks._trainer.run_facts import data_rank, random_rank
 from lightning_tricks._trainer.saves import DeferredSaves, save_whole_step
+from lightning_tricks.guards.exact_resume import extra_state
 from lightning_tricks.guards.exact_resume.loaders import (
     Replay,
     ServedLoader,
@@ -50,15 +47,6 @@ _CANNOT_FOLLOW = (
     "loader with state_dict and load_state_dict"
 )
 _UNTRUE_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
-# Lightning's callbacks, and their subclasses, beside which a resume is another run: why, and what to do. The others are
-# exact, or leave training alone; docs/exact_resume.md has all of them.
-NOT_EXACT = {
-    "StochasticWeightAveraging": "saves its average in no checkpoint: take TailAverage or EMA",
-    "LearningRateFinder": "searches again at each start: search once, and set the learning rate that it finds",
-    "BatchSizeFinder": "searches again at each start: search once, and set the batch size that it finds",
-    "ModelPruning": "saves pruned weights without their masks: prune after training, or do not resume",
-    "SpikeDetection": "of Lightning 2.6 fails when a checkpoint is saved: take SpikeRollback or StepGuard",
-}
 
 
 class ExactResume(pl.Callback):
@@ -130,8 +118,8 @@ class ExactResume(pl.Callback):
         for saver in trainer.checkpoint_callbacks:
             if is_a(saver, "ModelCheckpoint") and not isinstance(saver, SavesNow):  # which saves whole steps by itself
                 DeferredSaves(saver, self._replacements)
-        follow_accumulation(trainer, self._replacements)
-        warn_of_other_callbacks(trainer)
+        extra_state.follow_accumulation(trainer, self._replacements)
+        extra_state.warn_of_other_callbacks(trainer)
 
     def _follow(self, loader: Any) -> Any:
         """Serve a training loader so that its position is known, if that can be; else say that it cannot."""
@@ -157,7 +145,7 @@ class ExactResume(pl.Callback):
 
     def _fetched(self) -> None:
         if self._random_to_set:
-            catch_up(self._trainer, self._own["extra_state"])
+            extra_state.catch_up(self._trainer, self._own["extra_state"])
             self._set_random_state()
 
     def _set_random_state(self) -> None:
@@ -174,10 +162,10 @@ class ExactResume(pl.Callback):
         for tracker in (progress.current, progress.total):
             tracker.load_state_dict({name: number + self._more_batches for name, number in vars(tracker).items()})
         forget_running_batch(trainer)
-        put_extra_state_back(trainer, self._own["extra_state"])
+        extra_state.put_back(trainer, self._own["extra_state"])
         if self._loaded["epoch_over"]:
             go_on_with_next_epoch(trainer)
-            catch_up(trainer, self._own["extra_state"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         else:
             self._resumed_at = progress.current.processed
         if all(follower is not None for follower in self._followed):
@@ -200,7 +188,7 @@ class ExactResume(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Leave the random state alone from now on: it was restored when the first batch was fetched."""
         if self._random_to_set:  # nothing was fetched: it was fetched ahead
-            catch_up(trainer, self._own["extra_state"])
+            extra_state.catch_up(trainer, self._own["extra_state"])
         self._random_to_set = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -208,7 +196,7 @@ class ExactResume(pl.Callback):
         if not self._has_trained:
             self._has_trained = True
             end_restart(trainer)
-            warn_of_epoch_means(trainer)
+            extra_state.warn_of_epoch_means(trainer)
         for follower in self._followed:
             if follower is not None:
                 follower.places.forget_before(self._next_step())
@@ -241,7 +229,7 @@ class ExactResume(pl.Callback):
     def _own_state(self) -> dict[str, Any]:
         over = self._epoch_is_over()
         loaders = [None if f is None else self._loader_state(f, over) for f in self._followed]
-        return {"loaders": loaders, "extra_state": read_extra_state(self._trainer)}
+        return {"loaders": loaders, "extra_state": extra_state.read(self._trainer)}
 
     def _loader_state(self, follower: Replay | StatefulLoader, over: bool) -> dict[str, Any]:
         if isinstance(follower, StatefulLoader):
@@ -311,91 +299,3 @@ class ExactResume(pl.Callback):
             return
         if cycles:
             follower.places.at_first_batch = partial(set_consumed, self._trainer, index)
-
-
-# ---- the extra state: the part of a run that Lightning's checkpoints leave out
-#
-# - `trainer.callback_metrics`, by which a ModelCheckpoint and a ReduceLROnPlateau judge until the next validation.
-# - The update of a ReduceLROnPlateau that is due when a checkpoint is saved.
-# - The micro-batches of a step that a GradientAccumulationScheduler has set at the start of the epoch.
-# - The parameters that a callback such as BackboneFinetuning has unfrozen, which is frozen anew when a run begins.
-
-
-def warn_of_other_callbacks(trainer: Any) -> None:
-    """Name each of Lightning's callbacks beside which a resume is not exact."""
-    for callback in trainer.callbacks:
-        for name, why in NOT_EXACT.items():
-            if is_a(callback, name):
-                rank_zero_warn(f"ExactResume: beside {type(callback).__name__} a resume is not exact: it {why}")
-
-
-def read_extra_state(trainer: Any) -> dict[str, Any]:
-    """The state of this process, as of the end of the batches that are done; in plain types."""
-    metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-    state: dict[str, Any] = {"metrics": metrics, "plateaus": plateau_updates(trainer)}
-    if _finetuners(trainer):
-        state["trained"] = _trained(trainer.lightning_module)
-    return state
-
-
-def put_extra_state_back(trainer: Any, state: dict[str, Any]) -> None:
-    """Put the metrics back, and the parameters that are trained; call it in `on_train_start`."""
-    device = trainer.strategy.root_device
-    set_callback_metrics(trainer, {name: value.to(device) for name, value in state["metrics"].items()})
-    if "trained" in state:
-        _set_trained(trainer.lightning_module, state["trained"])
-
-
-def catch_up(trainer: Any, state: dict[str, Any]) -> None:
-    """Make the updates of ReduceLROnPlateau that the checkpoint's run made after its save. Idempotent."""
-    for config, updates in zip(trainer.lr_scheduler_configs, state["plateaus"], strict=False):
-        scheduler: Any = config.scheduler
-        if updates is None or not config.reduce_on_plateau or scheduler.last_epoch >= updates:
-            continue
-        if (metric := trainer.callback_metrics.get(config.monitor)) is not None:
-            trainer.lightning_module.lr_scheduler_step(scheduler, metric)
-
-
-def follow_accumulation(trainer: Any, replacements: ExitStack) -> None:
-    """On resume within an epoch, let a GradientAccumulationScheduler set the micro-batches of a step when it starts."""
-    for callback in trainer.callbacks:
-        if hasattr(callback, "get_accumulate_grad_batches"):
-            start = callback.on_train_start
-
-            def start_and_set(trainer: Any, module: Module, callback: Any = callback, start: Any = start) -> None:
-                start(trainer, module)
-                if is_restarting(trainer):
-                    trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-
-            replacements.enter_context(replaced(callback, "on_train_start", start_and_set))
-
-
-def warn_of_epoch_means(trainer: Any) -> None:
-    """Name each scheduler whose metric a run that goes on in mid-epoch has over the rest of the epoch only."""
-    means = epoch_means(trainer)
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.interval == "epoch" and config.monitor in means:
-            rank_zero_warn(
-                f"ExactResume: {type(config.scheduler).__name__} monitors {config.monitor!r}, a mean over the batches "
-                "of an epoch, of which a run that resumes in mid-epoch has the rest only, so its learning rates may "
-                "differ: monitor a metric of validation, or save at the ends of epochs"
-            )
-
-
-def _finetuners(trainer: Any) -> bool:
-    return any(is_a(callback, "BaseFinetuning") for callback in trainer.callbacks)
-
-
-def _trained(module: Module) -> dict[str, list[str]]:
-    """Names of the parameters that get gradients, and of the norms that keep running statistics."""
-    norms = [name for name, norm in module.named_modules() if getattr(norm, "track_running_stats", False)]
-    return {"parameters": [name for name, one in module.named_parameters() if one.requires_grad], "norms": norms}
-
-
-def _set_trained(module: Module, trained: dict[str, list[str]]) -> None:
-    parameters, norms = set(trained["parameters"]), set(trained["norms"])
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad = name in parameters
-    for name, norm in module.named_modules():
-        if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm):
-            norm.track_running_stats = name in norms
