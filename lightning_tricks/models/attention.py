@@ -178,11 +178,12 @@ LOGITS_IN_A_SLICE = 2**24
 QUERIES_IN_A_SLICE = 256
 
 
-# A call of torch's CPU kernel for each document pays from these lengths, in tokens: with documents of 16 tokens in rows
-# of 2048 it takes 1.06 of the dense mask's time, and rows of 512 tokens have no sure gain (fp32, torch 2.13).
+# In tokens: here a call of torch's CPU kernel for each document takes 0.53 of the dense mask's time in fp32 and 1.06 in
+# bf16 with 2 heads of 32, less with more heads or longer rows. Half the documents' length gives 0.48 and 1.54, half the
+# rows' 0.76 and 2.22 (torch 2.13, `benchmarks/packed_documents.py`). One document a row pays as well.
 BY_DOCUMENTS_FROM = 1024
 MEAN_DOCUMENT_FROM = 64
-# torch 2.10 has `is_causal` and no scale, 2.12 and later `window_size`, `scale` and `enable_gqa`; 2.11 lies between.
+# torch 2.12 has `window_size`, `scale` and `enable_gqa`; versions before may lack some of them.
 _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 _VARLEN_MAX_HEAD_DIM = 192  # flash's backward pass takes wider heads on some GPUs only
 
@@ -220,30 +221,27 @@ def varlen_serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
 def packed_documents(ids: Tensor, starts: Tensor | None, dtype: torch.dtype, head_dim: int) -> Documents | None:
     """How to attend within documents without a mask; None where the mask is faster, or nothing else serves.
 
-    On a CPU the kernel runs once a document where that saves at least half of the products and documents are not
-    short. On CUDA all sizes depend on the shapes alone, and nothing waits for the device; that needs `starts`.
+    On a CPU the kernel runs once a document where rows are long and documents are not short. On CUDA all sizes depend
+    on the shapes alone, and nothing waits for the device; that needs `starts`.
 
     Args:
-        ids: (batch, length) integers, equal for tokens of the same document.
+        ids: (batch, length) integers, equal for tokens of the same document, which lie side by side.
         starts: (batch, documents) int32, ascending: the position in the row at which each document begins, then
-            `length` as padding. None: found from `ids`, on a CPU.
+            `length` as padding. A CPU does not read them.
         dtype: of queries and keys.
         head_dim: width of a head.
     """
     rows, length = ids.shape
-    varlen = starts is not None and starts.shape[1] > 0 and varlen_serves(ids.device, dtype, head_dim)
-    if not varlen and (ids.device.type != "cpu" or length < BY_DOCUMENTS_FROM):
-        return None
-    if starts is None:
-        begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
-    else:
+    if starts is not None and starts.shape[1] > 0 and varlen_serves(ids.device, dtype, head_dim):
         begins = (starts + length * torch.arange(rows, device=ids.device).unsqueeze(1)).flatten()
+        return Documents(ids, F.pad(begins, (0, 1), value=rows * length).int(), None)
+    if ids.device.type != "cpu" or length < BY_DOCUMENTS_FROM:
+        return None
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
     offsets = F.pad(begins, (0, 1), value=rows * length).int()
-    if varlen:
-        return Documents(ids, offsets, None)
-    lengths = tuple(filter(None, offsets.diff().tolist()))
-    saves = 2 * sum(n * n for n in lengths) <= rows * length**2
-    return Documents(ids, offsets, lengths) if saves and len(lengths) * MEAN_DOCUMENT_FROM <= rows * length else None
+    if len(begins) * MEAN_DOCUMENT_FROM > rows * length:
+        return None
+    return Documents(ids, offsets, tuple(offsets.diff().tolist()))
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -299,7 +297,8 @@ def _attention_by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Document
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        offsets = documents.offsets
+        # under autocast torch's norm leaves queries and keys in fp32 on CUDA, and this kernel casts nothing
+        q, k, offsets = q.to(v.dtype), k.to(v.dtype), documents.offsets
         # the longest document is not known on the host: the row's length is as good
         out: Any = varlen_attn(q, k, v, offsets, offsets, length, length, **options)
     else:

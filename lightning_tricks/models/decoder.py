@@ -182,7 +182,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: (batch, length) int64 in [0, vocab_size).
-            document_ids: (batch, length) integers; a token sees tokens of its own document only. None: all before it.
+            document_ids: (batch, length) integers, a document's tokens side by side; a token sees tokens of its own
+                document only. None: all before it.
             labels: (batch, length) int64, the token after each position; -100 does not count. The loss is computed
                 in this call, a slice at a time: the full logits never exist, and shards of the head stay gathered.
             cache: keys and values of the tokens before these, to which theirs are added. Not with `document_ids`.

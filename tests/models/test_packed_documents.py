@@ -4,9 +4,14 @@ import inspect
 
 import pytest
 import torch
+from harness.token_files import write_token_files
 
 from lightning_tricks.accounting.flop_counting import _more_formulas
+from lightning_tricks.commands.autopsy import joined
+from lightning_tricks.commands.coordinate_check import _batches
+from lightning_tricks.data import TokenData
 from lightning_tricks.data.batches import with_documents
+from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Decoder, Llama, attention
 from lightning_tricks.models.attention import causal_attention, document_mask, max_logit, packed_documents
 
@@ -28,6 +33,7 @@ def varlen_stand_in(*args, **options):
     q, k, v, offsets, same, longest, longest_k = given.args[:7]
     assert (given.kwargs["window_size"], longest, offsets is same) == ((-1, 0), longest_k, True)
     assert offsets.dtype == torch.int32
+    assert q.dtype == k.dtype == v.dtype
     position = torch.arange(len(q))
     mask = document_mask(torch.bucketize(position, offsets, right=True)[None])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -62,15 +68,22 @@ def test_results_and_gradients_are_those_of_the_dense_mask(way, scale):
     assert max_logit(q, k, packed, scale) == max_logit(q, k, document_mask(ids), scale)
 
 
+@pytest.mark.parametrize("way", ["varlen"], indirect=True)
+def test_varlen_gets_queries_of_a_norm_under_autocast_in_the_dtype_of_the_values(way):
+    packed = packed_documents(*rows_of([500, 1, 523]), *SPEC)
+    q, k, v = (torch.randn(1, 2, 1024, 8, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    assert causal_attention(q, k, v, packed).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("rows", "pays"),
     [
-        ([[512, 512]], True),  # half of the products
-        ([[513, 511]], False),
-        ([[1024], [64] * 16], False),
-        ([[700, 324], [64] * 16], True),  # 700^2 + 324^2 + 16 * 64^2 = 660,512, under half of 2 * 1024^2
+        ([[1024]], True),
+        ([[512, 512]], True),
+        ([[1024], [32] * 32], False),  # 33 documents in 2048 tokens
+        ([[1024], [32] * 30 + [64]], True),  # 32 of them
         ([[64] * 16], True),
-        ([[8, 56] + [64] * 14 + [60, 60]], False),  # 18 documents in 1072 tokens
+        ([[60] * 2 + [63] * 2 + [56] * 3 + [61] * 10], False),  # 17 in 1024
         ([[511, 512]], False),  # a row of 1023
     ],
 )
@@ -87,13 +100,23 @@ def test_starts_are_the_first_positions_of_the_ids():
     assert starts is None  # three documents, and room for two
     assert rows_of([3, 60])[1] is None
     ids, starts = rows_of([500, 1, 523], [512, 512])
-    assert starts.shape == (2, 16) and starts.dtype == torch.int32
+    assert starts.shape == (2, 16)
+    assert starts.dtype == torch.int32
     for row, begins in zip(ids, starts, strict=True):
         begins = begins[begins < 1024]
         assert row[begins].tolist() == row.unique().tolist()
         assert (row[begins[1:] - 1] == row[begins[1:]] - 1).all()
-    given, found = packed_documents(ids, starts, *SPEC), packed_documents(ids, None, *SPEC)
-    assert given.lengths == found.lengths == (500, 1, 523, 512, 512)
+
+
+def test_rows_of_which_some_have_too_many_documents_for_starts_make_a_batch(tmp_path):
+    files = write_token_files(tmp_path / "tokens")  # an end of text in 64 tokens on average, and room for two in a row
+    data = TokenData(str(files / "train.bin"), None, None, 64, 128, 1, document_ids=True, eot_id=0)
+    cut = _batches(data, 4)  # of two rows each
+    rows = [data.training_rows()[row] for row in range(8)]
+    assert {"document_starts" in row for row in rows} == {True, False}
+    for batch, size in [(joined(rows, torch.device("cpu")), 8), *((batch, 2) for batch in cut)]:
+        shapes = {name: tuple(each.shape) for name, each in batch.items()}
+        assert shapes == dict.fromkeys(["input_ids", "labels", "document_ids"], (size, 128))
 
 
 def build(mode="none", tokens=1024):
@@ -120,6 +143,21 @@ def test_a_decoder_trains_as_with_the_mask(way, mode, monkeypatch):
     monkeypatch.setattr(attention, "varlen_serves", lambda *_: False)
     monkeypatch.setattr(attention, "BY_DOCUMENTS_FROM", 1025)
     torch.testing.assert_close(found, step(build(), ids, None), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["varlen"], indirect=True)
+def test_a_language_model_hands_on_the_starts_of_a_batch(way, monkeypatch):
+    ids, starts = rows_of([500, 1, 523])
+    tokens = torch.randint(31, ids.shape)
+    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "document_ids": ids, "document_starts": starts}
+    config = Llama(vocab_size=31, d_model=16, n_layers=1, n_heads=2, max_seq_len=1024)
+    module = LanguageModel(config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    module.configure_model()
+    monkeypatch.setattr(attention, "BY_DOCUMENTS_FROM", 1025)
+    monkeypatch.setattr(attention, "document_mask", None)  # which would be called without the starts
+    nats, tokens = module.token_sums(batch)
+    assert tokens == 1024
+    torch.testing.assert_close(module.predict_step(batch, 0).sum(), -nats)
 
 
 @pytest.mark.parametrize(("varlen", "whole"), [(True, False), (False, False), (False, True)])
