@@ -413,14 +413,18 @@ def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
     assert dataclasses.replace(links, network_gb=100.0).speed(ParallelDims().of_world(16), "shard") == 450
 
 
-@pytest.mark.parametrize(("gpu", "masks"), [("h100", 0), (None, 1)])
-def test_documents_have_a_mask_only_where_nothing_else_serves(gpu, masks):
-    config, settings = dataclasses.replace(TINY, max_seq_len=8192), {"max_steps": 10, "precision": "bf16-true"}
-    config = dataclasses.replace(config, d_model=16, n_layers=1)
-    plans = [planned(config, settings, data(1, 8192, document_ids=on), gpu=gpu) for on in (False, True)]
-    bytes_more = plans[1].memory.peak - plans[0].memory.peak
-    assert (bytes_more >= 8192**2) == bool(masks)
-    assert sum("the mask is dense" in line for line in plans[1].warnings) == masks
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "warning"),
+    [("gpu", "bf16-true", None), ("gpu", "32-true", "takes 0.062 GiB"), ("cpu", "bf16-true", "takes up to 0.062 GiB")],
+)
+def test_documents_have_a_mask_only_where_nothing_else_serves(accelerator, precision, warning):
+    config = dataclasses.replace(TINY, max_seq_len=8192, d_model=16, n_layers=1)
+    settings = {"max_steps": 10, "precision": precision, "accelerator": accelerator}
+    plans = [planned(config, settings, data(1, 8192, document_ids=on)) for on in (False, True)]
+    assert (plans[1].memory.peak - plans[0].memory.peak >= 8192**2) == (warning is not None)
+    said = [line for line in plans[1].warnings if "the mask is dense" in line]
+    assert len(said) == (warning is not None)
+    assert all(f"{warning} a micro-batch" in line for line in said)
 
 
 @pytest.mark.usefixtures("untraced")
