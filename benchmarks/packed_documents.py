@@ -1,10 +1,10 @@
 """What attention within packed documents costs on a CPU: with a dense mask, and by a call for each document.
 
-    python -m benchmarks.packed_documents             # 3 minutes on a quiet machine
+    python -m benchmarks.packed_documents             # 5 minutes on a quiet machine
 
-Forward and backward pass in fp32 on one thread, CPU time, 4 heads and 2 of keys, 64 wide; documents of random lengths.
-The ways take turns, and a ratio is taken within a round. `by documents` is what the decoder does where
-`packed_documents` finds that it pays; `error` is the largest relative norm of a gradient's difference from the mask's.
+Forward and backward pass on one thread, CPU time; documents of random lengths. The ways take turns, and a ratio is
+taken within a round. `by documents` is what the decoder does where `packed_documents` finds that it pays; `error` is
+the largest relative norm of a gradient's difference from the mask's, in fp32. The cases of 2 heads lie at the bounds.
 """
 
 import argparse
@@ -24,8 +24,10 @@ from benchmarks.data_speed import in_turns, ratio
 from lightning_tricks.models.attention import Documents, causal_attention, document_mask, packed_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-CASES = ((2, 2048, 8), (2, 2048, 32), (2, 2048, 128), (1, 8192, 16))  # rows, tokens of a row, documents of a row
+CASES = (  # rows, tokens of a row, documents of a row, heads, heads of keys, their width
+    (2, 2048, 1, 4, 2, 64), (2, 2048, 8, 4, 2, 64), (2, 2048, 32, 4, 2, 64), (1, 8192, 16, 4, 2, 64),
+    (2, 1024, 16, 2, 1, 32), (2, 1024, 32, 2, 1, 32), (4, 512, 8, 2, 1, 32),
+)  # fmt: skip
 
 
 def documents(rows: int, length: int, number: int) -> Tensor:
@@ -35,14 +37,16 @@ def documents(rows: int, length: int, number: int) -> Tensor:
     return (torch.arange(length) >= cuts.unsqueeze(-1)).sum(1)
 
 
-def measure(rows: int, length: int, number: int, rounds: int) -> dict[str, Any]:
+def measure(case: Sequence[int], dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Ratios to the dense mask, the error, and whether the decoder goes by documents."""
+    rows, length, number, heads, kv_heads, head_dim = case
     torch.manual_seed(0)
     ids = documents(rows, length, number)
     lengths = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids]
     each = Documents(ids, torch.empty(0), tuple(n for row in lengths for n in row))
-    q, k, v = (torch.randn(rows, n, length, HEAD_DIM, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS))
-    upstream = torch.randn(q.shape)
+    shapes = [(rows, n, length, head_dim) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    upstream = torch.randn(q.shape, dtype=dtype)
 
     def way(mask: Tensor | Documents | None) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(causal_attention(q, k, v, mask), (q, k, v), upstream)
@@ -51,20 +55,25 @@ def measure(rows: int, length: int, number: int, rounds: int) -> dict[str, Any]:
     pairs = zip(ways["by documents"](), ways["dense mask"](), strict=True)
     error = max(((mine - exact).norm() / exact.norm()).item() for mine, exact in pairs)
     times = in_turns(ways, rounds)
-    taken = packed_documents(ids, None, q.dtype, HEAD_DIM) is not None
-    result = {name: ratio(times, name, "dense mask") for name in ("by documents", "plain causal")}
-    return {"rows": rows, "length": length, "documents": number, **result, "error": error, "taken": taken}
+    taken = packed_documents(ids, None, dtype, head_dim) is not None
+    ratios = {name: ratio(times, name, "dense mask") for name in ("by documents", "plain causal")}
+    return {**ratios, "error": error, "taken": taken}
 
 
 def table(result: dict[str, Any]) -> str:
     """All cases as Markdown: the median of the ratios, and in brackets the extremes over the rounds."""
-    lines = ["| rows x tokens | documents a row | by documents | without documents | error | taken |"]
-    lines.append("|---|--:|--:|--:|--:|---|")
-    for case in result["cases"]:
-        both = case["by documents"], case["plain causal"]
-        ratios = ["{median:.2f} ({min:.2f} to {max:.2f})".format(**each) for each in both]
-        size, taken = f"{case['rows']} x {case['length']:,}", "by documents" if case["taken"] else "dense mask"
-        lines.append(f"| {size} | {case['documents']} | {' | '.join(ratios)} | {case['error']:.0e} | {taken} |")
+    lines = [
+        "| rows x tokens | documents a row | heads | by documents, fp32 | bf16 | no documents, fp32 | error | taken |"
+    ]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|---|")
+    for each in result["cases"]:
+        rows, length, number, heads, _, head_dim = each["case"]
+        fp32, bf16 = each["fp32"], each["bf16"]
+        ratios = fp32["by documents"], bf16["by documents"], fp32["plain causal"]
+        said = " | ".join("{median:.2f} ({min:.2f} to {max:.2f})".format(**one) for one in ratios)
+        taken = "by documents" if fp32["taken"] else "dense mask"
+        shape = f"{rows} x {length:,} | {number} | {heads} of {head_dim}"
+        lines.append(f"| {shape} | {said} | {fp32['error']:.0e} | {taken} |")
     return "\n".join(lines)
 
 
@@ -75,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default benchmarks/results/packed-documents-DATE-cpu.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    cases = [measure(*case, options.rounds) for case in CASES]
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    cases = [
+        {"case": case, **{name: measure(case, dtype, options.rounds) for name, dtype in dtypes.items()}}
+        for case in CASES
+    ]
     result = {
         "benchmark": "packed_documents", "machine": machine.describe(), "threads": 1, "rounds": options.rounds,
         "load_average": os.getloadavg(), "cases": cases,
