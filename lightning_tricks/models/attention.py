@@ -302,8 +302,10 @@ def _attention_by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Document
         # the longest document is not known on the host: the row's length is as good
         out: Any = varlen_attn(q, k, v, offsets, offsets, length, length, **options)
     else:
-        each = zip(*(x.split(documents.lengths) for x in (q, k, v)), strict=True)
-        alone = (causal_attention(*(x.transpose(0, 1)[None] for x in own), scale=scale) for own in each)
+        queries, keys, values = (
+            [x.transpose(0, 1)[None] for x in whole.split(documents.lengths)] for whole in (q, k, v)
+        )
+        alone = [causal_attention(*own, None, scale) for own in zip(queries, keys, values, strict=True)]
         out = torch.cat([x[0].transpose(0, 1) for x in alone])
     result: Tensor = out.view(batch, length, heads, -1).transpose(1, 2)
     return result
