@@ -17,6 +17,7 @@ from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
 from lightning_tricks.models.moe import _Dispatch, _Permute
+from lightning_tricks.parallel.pipeline import SetAside, _HasGradients
 
 
 def numbers(*shape: int, **options: Any) -> Tensor:
@@ -37,6 +38,7 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
     ),
     _Dispatch: (lambda x: _Dispatch.apply(x, ORDER, ORDER.argsort(), 2), [numbers(2, 3, **DOUBLE)], True),
     _Permute: (lambda x: _Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),
+    _HasGradients: (lambda anchor: _HasGradients.apply(torch.ones(()), anchor, SetAside()), [torch.zeros((), requires_grad=True)], False),
     _FusedRMSNorm: (lambda x, weight: _FusedRMSNorm.apply(x, weight, 1), [numbers(3, 4), numbers(4)], False),
 }  # fmt: skip
 

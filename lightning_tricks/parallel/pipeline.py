@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name, parameters_by_name, repeated_blocks
 from lightning_tricks._core.protocols import CountsInBackward, HasStages
-from lightning_tricks._core.tensors import OverStages
+from lightning_tricks._core.tensors import OverStages, refuse_second_derivative
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # into gradients of inputs and of weights
@@ -245,6 +245,7 @@ class _HasGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[None, Tensor, None]:
+        refuse_second_derivative("the loss of a pipeline", "take one process, or tensor ranks")
         if ctx.held is None:
             raise RuntimeError("the loss of a pipeline has one backward pass: call the model again for another one")
         for parameter, gradient in ctx.held.gradients:

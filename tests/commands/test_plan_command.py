@@ -413,6 +413,20 @@ def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
     assert dataclasses.replace(links, network_gb=100.0).speed(ParallelDims().of_world(16), "shard") == 450
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "warning"),
+    [("gpu", "bf16-true", None), ("gpu", "32-true", "takes 0.062 GiB"), ("cpu", "bf16-true", "takes up to 0.062 GiB")],
+)
+def test_documents_have_a_mask_only_where_nothing_else_serves(accelerator, precision, warning):
+    config = dataclasses.replace(TINY, max_seq_len=8192, d_model=16, n_layers=1)
+    settings = {"max_steps": 10, "precision": precision, "accelerator": accelerator}
+    plans = [planned(config, settings, data(1, 8192, document_ids=on)) for on in (False, True)]
+    assert (plans[1].memory.peak - plans[0].memory.peak >= 8192**2) == (warning is not None)
+    said = [line for line in plans[1].warnings if "the mask is dense" in line]
+    assert len(said) == (warning is not None)
+    assert all(f"{warning} a micro-batch" in line for line in said)
+
+
 @pytest.mark.usefixtures("untraced")
 def test_settings_that_look_wrong_are_named():
     config = dataclasses.replace(TINY, vocab_size=65)

@@ -53,4 +53,4 @@ def test_the_picture():
         "rank 0 01..bb2bb.bb",
         "rank 1 .0bb1bb2bb..",
     ]
-    assert drawn(timeline("1F1B", 2, 3), 13).splitlines() == ["rank 0 0.b2b.", "rank 1 .b1bb."]
+    assert drawn(timeline("1F1B", 2, 3), 13).splitlines() == ["rank 0 0.b2bb", "rank 1 .b1bb."]

@@ -100,7 +100,7 @@ def _view(
         with torch.device("meta"):
             module = build()
         stages = None if cut is None else cut(module, dims, rank)
-        made = parallelize(module, Mesh.of(dims, "cpu"), options, stages and list(stages.stages.values()))
+        made = parallelize(module, Mesh.of(dims, "cpu"), options, list(stages.stages.values()) if stages else None)
         shapes = {name: tuple(local(parameter).shape) for name, parameter in module.named_parameters()}
         table = layout_table(dims, made, options, module, stages)
         collectives = () if step is None else _trace(module, partial(step, stages) if stages else step)

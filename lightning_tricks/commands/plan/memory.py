@@ -1,5 +1,6 @@
 """The memory of a recipe's step, traced on tensors without data."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.distributed import fsdp
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.objects import is_a
@@ -35,6 +37,7 @@ from lightning_tricks.commands.plan.stages import (
     ranks_of_stages,
     timeline_of,
 )
+from lightning_tricks.data.batches import TOKENS_A_START
 from lightning_tricks.models import attention
 from lightning_tricks.optim import Muon, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
@@ -49,6 +52,7 @@ DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds th
 AVERAGES = ("EMA", "TailAverage")
 LIGHTNINGS_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 AS_EAGER = "blocks are compiled, and counted as eager: an upper bound"
+_NO_LENGTHS = (attention, "BY_DOCUMENTS_FROM", sys.maxsize)  # tensors without data do not tell those of documents
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
 
@@ -107,7 +111,7 @@ def traced_memory(setup: RunSetup) -> StepMemory:
     return at_full_depth(setup, at_once(traces_of(setup)))
 
 
-def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
+def traces_of(setup: RunSetup) -> list[Callable[[], Any]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
     if setup.dims.pipeline > 1:
         ranks = ranks_of_stages(setup).values()
@@ -121,7 +125,7 @@ def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
 
-def at_full_depth(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
+def at_full_depth(setup: RunSetup, traces: Sequence[Any]) -> StepMemory:
     """The memory at the module's own depth; with pipeline ranks that of the rank that takes most."""
     if setup.dims.pipeline > 1:
         return of_fullest(setup, traces)
@@ -223,7 +227,8 @@ def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
             return eager(logits, labels, ignore_index, group, first)
         return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
-    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS),
+    varlen = (attention, "varlen_serves", lambda _, dtype, head_dim: attention.fits_varlen(dtype, head_dim))
+    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), varlen, (head, "ROWS_ON_CPU", head.ROWS),
                (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
     return [*kernels, (head, "nats_and_gradient", compiled)] if compiles_loss else kernels
 
@@ -247,7 +252,9 @@ def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
             batch = {"input_ids": ids, "labels": ids.clone()}
             if getattr(setup.datamodule, "document_ids", False):
                 batch["document_ids"] = torch.zeros(rows, length, dtype=torch.int32)
-            nats, _tokens = module.token_sums(batch)
+                batch["document_starts"] = torch.zeros(rows, length // TOKENS_A_START, dtype=torch.int32)
+            with replaced(*_NO_LENGTHS):
+                nats, _tokens = module.token_sums(batch)
             return nats / ids.numel()
 
         return loss
@@ -256,7 +263,8 @@ def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
     batch = _first_batch(setup)
 
     def own(_: Any) -> Tensor:
-        result = module.training_step(batch, 0)
+        with replaced(*_NO_LENGTHS):
+            result = module.training_step(batch, 0)
         found = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(found, Tensor):
             raise UsageError(f"plan: training_step of {type(module).__name__} returns no loss: memory is not known")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_tricks.commands.plan.memory_trace import STEP, Lines, StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
+from lightning_tricks.data.batches import TOKENS_A_START
 from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.stage_timeline import Act, most_held, timeline
 
@@ -62,6 +63,7 @@ def loss_of_stages(setup: RunSetup, cut: Cut, _: Any) -> Tensor:
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if getattr(setup.datamodule, "document_ids", False):
         inputs["document_ids"] = torch.zeros_like(ids, dtype=torch.int32)
+        inputs["document_starts"] = torch.zeros(len(ids), setup.length // TOKENS_A_START, dtype=torch.int32)
     config, length = setup.module.config, setup.length // setup.dims.context
     if setup.dims.tensor > 1 and setup.strategy.sequence_parallel:
         length //= setup.dims.tensor

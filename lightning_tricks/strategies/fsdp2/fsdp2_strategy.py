@@ -312,7 +312,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
         stages = self.cut_stages(module, self.dims, self.global_rank)
-        made = parallelize(module, self.groups, self.options, stages and list(stages.stages.values()))
+        made = parallelize(module, self.groups, self.options, list(stages.stages.values()) if stages else None)
         if not made.blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
