@@ -38,7 +38,10 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
     ),
     _Dispatch: (lambda x: _Dispatch.apply(x, ORDER, ORDER.argsort(), 2), [numbers(2, 3, **DOUBLE)], True),
     _Permute: (lambda x: _Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),
-    _HasGradients: (lambda anchor: _HasGradients.apply(torch.ones(()), anchor, SetAside()), [torch.zeros((), requires_grad=True)], False),
+    _HasGradients: (
+        lambda anchor: _HasGradients.apply(torch.ones(()), anchor, SetAside()),
+        [torch.zeros((), requires_grad=True)], False,
+    ),
     _FusedRMSNorm: (lambda x, weight: _FusedRMSNorm.apply(x, weight, 1), [numbers(3, 4), numbers(4)], False),
 }  # fmt: skip
 
