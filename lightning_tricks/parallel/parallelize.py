@@ -3,6 +3,7 @@
 `traffic` counts what the ranks of each axis then send, and `layout_table` tells it all in the log.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import match_modules, repeated_blocks, whole_of
+from lightning_tricks._core.protocols import HasStages
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
@@ -116,7 +118,8 @@ def parallelize(
     blocks = find_blocks(module, options.blocks)
     refuse_unshardable(module, blocks)
     elements = sum(parameter.numel() for parameter in module.parameters())
-    gathered = largest_group(module, blocks.values())
+    ends = _ends(module)
+    gathered = largest_group(module, [*blocks.values(), *ends])
     whole = whole_of(module)
     plan = plan_of(whole) if dims.tensor > 1 else {}
     sequence_parallel = options.sequence_parallel and divides_sequences(plan)
@@ -141,13 +144,23 @@ def parallelize(
     reshard, of_blocks = options.reshard_after_forward and roots is None, set(blocks.values())
     for root in (module,) if roots is None else roots:
         own = [block for block in root.modules() if block in of_blocks]
-        shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
+        own_ends = [part for part in root.modules() if part in ends]
+        shard_module(root, own, mesh.weights, options.policy, options.offload, reshard, own_ends)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
     """The modules to gather one at a time, by name; see `ParallelOptions.blocks`."""
     return repeated_blocks(module) if patterns is None else match_modules(module, patterns, "FSDP2Strategy.blocks")
+
+
+def _ends(module: nn.Module) -> list[nn.Module]:
+    """Embeddings and heads of models that name the parts which they call beside their blocks; no tied ones."""
+    owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    models = [part for part in module.modules() if isinstance(part, HasStages)]
+    named = [dict(model.named_modules()).get(name) for model in models for name in model.pipeline_plan()]
+    ends = [part for part in named if isinstance(part, nn.Embedding | nn.Linear)]
+    return [part for part in ends if all(owners[id(parameter)] == 1 for parameter in part.parameters())]
 
 
 def _with_context(module: nn.Module) -> list[Any]:

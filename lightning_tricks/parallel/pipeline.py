@@ -5,7 +5,6 @@ backward pass of the loss, which multiplies them. So a training_step, the zeroin
 backward pass, accumulation and the mean over tokens stay as they are.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -99,7 +98,8 @@ def find_pipelined(module: nn.Module) -> tuple[str, Any]:
 def copy_on_meta(module: nn.Module, done: dict[int, Any] | None = None) -> nn.Module:
     """A copy with all names, classes and attributes of `module`, whose tensors have no values; tied ones stay tied."""
     done = {} if done is None else done
-    made = copy.copy(module)
+    made = object.__new__(type(module))  # not all classes let `copy` do it
+    vars(made).update(vars(module))
     made._modules = {
         name: done[id(part)] if id(part) in done else None if part is None else copy_on_meta(part, done)
         for name, part in module._modules.items()

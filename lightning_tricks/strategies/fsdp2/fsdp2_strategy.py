@@ -200,7 +200,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             self._check_pipeline(dims)
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
-            self.cut_stages(copy_on_meta(module), dims, 0)
+            if dims.pipeline > 1:
+                self.cut_stages(copy_on_meta(module), dims, 0)
 
     def _check_pipeline(self, dims: ParallelDims) -> None:
         """Refuse options and rows that stages cannot have."""
