@@ -141,10 +141,10 @@ def parallelize(
         if options.compile_blocks:
             block.compile()
     # gradients of a stage are computed in any order, of its inputs first: its weights then stay until the last one
-    reshard, of_blocks = options.reshard_after_forward and roots is None, set(blocks.values())
+    reshard = options.reshard_after_forward and roots is None
     for root in (module,) if roots is None else roots:
-        own = [block for block in root.modules() if block in of_blocks]
-        own_ends = [part for part in root.modules() if part in ends]
+        inside = set(map(id, root.modules()))  # by identity: torchmetrics' modules equal everything
+        own, own_ends = ([part for part in parts if id(part) in inside] for parts in (blocks.values(), ends))
         shard_module(root, own, mesh.weights, options.policy, options.offload, reshard, own_ends)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
