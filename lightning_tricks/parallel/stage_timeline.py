@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.parallel.pipeline import PipelineSchedule, stages_of_ranks
 
 _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -63,6 +64,8 @@ def _order(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int
     """Kind, stage and micro-batch of what a rank does."""
     kind: Any = get_schedule_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
+        if micro_batches < ranks and schedule == "1F1B":
+            raise ValueError("give at least one for each rank")
         ahead = micro_batches if schedule == "GPipe" else min(micro_batches, ranks - rank)
         order = [("F", rank, number) for number in range(ahead)]
         for number in range(micro_batches):
@@ -79,6 +82,20 @@ def _order(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int
         if act is not None
         for part in act.sub_actions or (act,)
     ]
+
+
+def check_order(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> None:
+    """Refuse what torch's schedule does not take.
+
+    Raises:
+        UsageError: a number of micro-batches that is too small, or does not divide.
+    """
+    try:
+        _order(schedule, ranks, 0, micro_batches)
+    except ValueError as error:
+        raise UsageError(
+            f"pipeline_micro_batches={micro_batches}: {schedule} on {ranks} pipeline ranks does not take it: {error}"
+        ) from error
 
 
 def waiting(acts: Sequence[Sequence[Act]]) -> float:

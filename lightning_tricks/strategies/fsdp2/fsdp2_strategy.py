@@ -37,8 +37,8 @@ from lightning_tricks.parallel.pipeline import (
     copy_on_meta,
     cut,
     find_pipelined,
-    stages_of_ranks,
 )
+from lightning_tricks.parallel.stage_timeline import check_order
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together, was_verified
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
@@ -208,7 +208,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         schedule, trainer = self.pipeline_schedule, self._module.trainer
         rows = getattr(trainer.datamodule, "micro_batch_size", None)
         compiled = self.compile_blocks or getattr(self._module, "compile_blocks", False) is True
-        stages = dims.pipeline * len(stages_of_ranks(schedule, dims.pipeline)[0])
+        count = self.pipeline_micro_batches
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
              "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
@@ -219,14 +219,13 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
              "folders, which `export` makes one file of"),
             (enabled_scaler(self.precision_plugin) is not None, f"trainer.precision={self.precision_plugin.precision}: "
              "its loss scaling comes after the backward passes of the stages: take bf16"),
-            (isinstance(rows, int) and rows % self.pipeline_micro_batches, f"data.micro_batch_size={rows} is no "
-             f"multiple of pipeline_micro_batches={self.pipeline_micro_batches}: change one of the two"),
+            (isinstance(rows, int) and rows % count, f"data.micro_batch_size={rows} is no multiple of "
+             f"pipeline_micro_batches={count}: change one of the two"),
             (trainer.state.fn == "predict", "stages give a loss, and no logits: predict in one process"),
-            (schedule == "DualPipeV" and self.pipeline_micro_batches < stages, f"pipeline_micro_batches="
-             f"{self.pipeline_micro_batches}: DualPipeV needs {stages}, one for each stage"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(f"mesh.pipeline: {line}")
+        check_order(schedule, dims.pipeline, count)
 
     def cut_stages(self, module: nn.Module, dims: ParallelDims, rank: int) -> Cut | None:
         """Leave in a module what the pipeline stages of a rank have, in place; None where there are no stages."""
