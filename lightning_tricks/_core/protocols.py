@@ -63,8 +63,8 @@ class HasExperts(Protocol):
     """A mixture for `mesh: {expert: ...}`.
 
     Attributes:
-        experts: a module whose own parameters have the expert as their first of three dimensions. It takes rows in the
-            order of their experts, and the last row of each; so it works with the parts of its parameters that are here.
+        experts: a module that takes rows in the order of their experts, and the last row of each expert. Its own
+            parameters have the expert as the first of three dimensions; it works with the part of them that is here.
         exchange: None, or to be called with these two and `experts` in its place, see `ExpertExchange`.
     """
 

@@ -78,8 +78,8 @@ class ParallelDims:
             )
         if shard * self.context % self.expert:
             raise UsageError(
-                f"mesh.expert={self.expert} does not divide the {shard * self.context} ranks of shard {shard} x context "
-                f"{self.context}, among which experts are shared out: take another size"
+                f"mesh.expert={self.expert} does not divide the {shard * self.context} ranks of shard {shard} x "
+                f"context {self.context}, among which experts are shared out: take another size"
             )
         return replace(self, shard=shard)
 

@@ -111,13 +111,14 @@ def check_experts(module: nn.Module, ranks: int) -> None:
     mixtures = mixtures_of(module)
     if not mixtures:
         raise UsageError(
-            f"mesh.expert={ranks}: {type(module).__name__} has no mixture of experts to share out: leave mesh.expert "
-            "at 1"
+            f"mesh.expert={ranks}: the model has no mixture of experts to share out: leave mesh.expert at 1"
         )
     for name, part in mixtures.items():
         number = next(part.experts.parameters()).shape[0]
         if number % ranks:
-            raise UsageError(f"mesh.expert={ranks}: the {number} experts of '{name}' are no multiple of it: take another")
+            raise UsageError(
+                f"mesh.expert={ranks}: the {number} experts of '{name}' are no multiple of it: take another"
+            )
 
 
 def divide_experts(module: nn.Module, mesh: Mesh) -> list[nn.Module]:

@@ -222,13 +222,13 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
     others = [parameter for parameter in module.parameters() if parameter not in experts]
     size = (options.policy.param_dtype or next(module.parameters()).dtype).itemsize  # of an activation's element
     found, part = [], 0
-    for axis, parameters, what in (("shard", others, ""), ("rest", experts, "experts ")):
+    for axis, parameters, what in (("shard", others, ""), ("rest", experts, " of experts")):
         ranks, _ = dims.group(axis)
         weights, gradients = _gathered_bytes(ranks, options.policy, parameters)
         part += gradients // ranks
         if ranks > 1 and parameters:
             times = 2 if options.reshard_after_forward else 1
-            line = f"{ranks} shards of {what}a micro-batch: gathers {times} x {_mib(weights)} of weights"
+            line = f"{ranks} shards{what} a micro-batch: gathers {times} x {_mib(weights)} of weights"
             line = f"{line}, reduces {_mib(gradients)} of gradients"
             found.append(Traffic(axis, ranks, times * weights, gradients, line=line))
     if dims.replicate > 1:
@@ -268,9 +268,7 @@ def _sent(module: nn.Module, method: str, *how: Any) -> int:
     return total
 
 
-def _gathered_bytes(
-    shards: int, policy: MixedPrecisionPolicy, parameters: Iterable[nn.Parameter]
-) -> tuple[int, int]:
+def _gathered_bytes(shards: int, policy: MixedPrecisionPolicy, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
     """Bytes of parameters that one replica's shards gather, and reduce, on this rank's part of the matrices."""
     gathered, reduced = 0, 0
     for parameter in parameters:
