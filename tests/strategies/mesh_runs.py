@@ -144,9 +144,8 @@ EXPERTS = Llama(
     balance_rate=0.001, router_z_weight=0.01,
 )  # fmt: skip
 OF_ROWS = dataclasses.replace(EXPERTS, sequence_balance_weight=0.05)
-ALL_EXPERTS = dataclasses.replace(
-    EXPERTS, experts_per_token=8, balance="none"
-)  # a choice in bf16 turns on a last place
+# each token has all, as a choice in bf16 turns on a last place
+ALL_EXPERTS = dataclasses.replace(EXPERTS, n_experts=2, balance="none")
 DEEP_EXPERTS = dataclasses.replace(OF_ROWS, n_layers=8, dense_layers=3)  # a stage has none, one has both kinds
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,

@@ -91,6 +91,7 @@ FOUR = {
         "experts, balanced by rows", EXPERT, {"activation_checkpointing": "cheap"}, accumulate=2, guarded=True
     ),
     "expert ranks in all shards": Case("experts, balanced by rows", ParallelDims(expert=4), guarded=True),
+    "expert ranks with parts of experts": Case("all experts", EXPERT, {"activation_checkpointing": "selective"}),
     "expert ranks and context": Case(
         "experts", ParallelDims(context=2, expert=4), {"activation_checkpointing": "full"}
     ),

@@ -100,15 +100,12 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_and_gathered_with
     view = view_cluster(lambda: Decoder(EXPERTS), dims, ParallelOptions(), loss, [11])[0]
     # 2 of 8 experts, which 3 ranks share: there is no third of 16 outputs, so one rank has none
     assert view.parameters["blocks.0.mlp.experts.up"] == (0, 16, 32)
-    shards = view_cluster(lambda: Decoder(EXPERTS), ParallelDims(expert=2).of_world(16), ParallelOptions(), ranks=[15])[
-        0
-    ]
-    assert shards.parameters["blocks.0.mlp.experts.up"] == (4, 2, 32)  # 4 experts over 8 ranks: by their outputs
-    assert "each rank has 1/2 of the experts of 2 mixtures" in shards.table
-    experts = 2 * 4 * 3 * 16 * 32  # in fp32, 2 blocks of 4 experts here
-    assert (
-        f"over 8 shards of experts a micro-batch: gathers 2 x {4 * experts / 2**20:.2f} MiB of weights" in shards.table
-    )
+    dims = ParallelDims(expert=2).of_world(16)
+    view = view_cluster(lambda: Decoder(EXPERTS), dims, ParallelOptions(), ranks=[15])[0]
+    assert view.parameters["blocks.0.mlp.experts.up"] == (4, 2, 32)  # 4 experts over 8 ranks: by their outputs
+    assert "each rank has 1/2 of the experts of 2 mixtures" in view.table
+    gathered = 4 * 2 * 4 * 3 * 16 * 32 / 2**20  # in fp32, 2 blocks of 4 experts here
+    assert f"over 8 shards of experts a micro-batch: gathers 2 x {gathered:.2f} MiB of weights" in view.table
 
 
 def test_experts_that_cannot_be_shared_out_are_one_line():
