@@ -49,6 +49,15 @@ class Ours(LanguageModel):
         super().__init__(config, optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3)))
 
 
+class Crowded(Ours):
+    """All tokens choose the first two experts."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for router in self.decoder.routers().values():
+            router.bias[:2] += 1
+
+
 class HuggingFace(pl.LightningModule):
     """A model of transformers, unchanged: its own tp_plan divides it.
 
@@ -165,6 +174,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "experts": lambda: Ours(EXPERTS),
     "experts, balanced by rows": lambda: Ours(OF_ROWS),
+    "crowded experts": lambda: Crowded(EXPERTS),
     "all experts": lambda: Ours(ALL_EXPERTS),
     "deep experts": lambda: Ours(DEEP_EXPERTS),
     "experts, adamw": lambda: Ours(OF_ROWS, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),

@@ -74,6 +74,7 @@ TWO = {
     "expert ranks, compiled": Case(
         "experts", EXPERT, {"compile_blocks": True, "activation_checkpointing": "selective"}
     ),
+    "expert ranks, one without a row": Case("crowded experts", EXPERT, {"activation_checkpointing": "cheap"}),
     "expert ranks, none to share": Case("llama", EXPERT, says="the model has no mixture of experts to share out"),
     "expert ranks, too many": Case(
         "experts", ParallelDims(expert=4), says="mesh.expert=4 does not divide the 2 ranks of "
