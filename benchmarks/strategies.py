@@ -97,8 +97,8 @@ def gradient_gap(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 def settings(row: str, table: str) -> list[list[str]]:
     """The entries of a table of parameter groups, without the counts where a rank has some of the layers only."""
     lines = [line.split() for line in table.splitlines()]
-    stages = ROWS[row].mesh is not None and ROWS[row].mesh.pipeline > 1
-    return [[line[0], *line[3:]] for line in lines] if stages else lines
+    mesh = ROWS[row].mesh
+    return lines if mesh is None or mesh.pipeline == 1 else [[line[0], *line[3:]] for line in lines]
 
 
 def exactness(whole: Sequence[Found], resumed: Sequence[Found], save_at: int) -> dict[str, Any]:

@@ -29,6 +29,10 @@ from lightning_tricks.optim import groups_table
 BATCH, LENGTH, VOCABULARY = 8, 32, 64
 CONFIG = Llama(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH)
 TIED = GPT2(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH, bias=False)
+EXPERTS = Llama(
+    vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH, n_experts=8, d_expert=128,
+    n_shared_experts=1, dense_layers=1, router_z_weight=0.01, sequence_balance_weight=0.01,
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -74,7 +78,9 @@ def on_mesh(processes: int, mesh: ParallelDims, *trials: str, needs: str | None 
 _PLAIN = ("adamw", "sgd")  # of a mesh that a foreign module does not know
 _STAGES = ParallelDims(pipeline=2)
 ROWS = {
-    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face", "tied", "tied_sgd")),
+    "one": Row(
+        1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face", "tied", "tied_sgd", "experts", "experts_sgd")
+    ),
     "ddp": Row(2, lambda: "ddp"),
     "fsdp2": Row(2, FSDP2Strategy),
     "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
@@ -93,6 +99,8 @@ ROWS = {
     "pipeline_interleaved": on_mesh(2, _STAGES, *_PLAIN, pipeline_schedule="Interleaved1F1B"),
     "pipeline_zbv": on_mesh(2, _STAGES, *_PLAIN, pipeline_schedule="ZBVZeroBubble"),
     "pipeline_tied": on_mesh(2, _STAGES, "tied", "tied_sgd"),
+    "expert": on_mesh(2, ParallelDims(expert=2), "experts", "experts_sgd"),
+    "fsdp2_expert": on_mesh(4, ParallelDims(expert=2), "experts", "experts_sgd"),
     "pipeline_tensor_fsdp2": on_mesh(8, ParallelDims(pipeline=2, tensor=2), *_PLAIN),
     "zero1": Row(2, lambda: DeepSpeedZeROStrategy(1), needs="deepspeed"),
     "zero2": Row(2, lambda: DeepSpeedZeROStrategy(2), needs="deepspeed"),
@@ -179,6 +187,8 @@ TRIALS = {
     "sgd": Trial(Ours, sgd, 0.3),
     "tied": Trial(partial(Ours, config=TIED), adamw, 1.0),
     "tied_sgd": Trial(partial(Ours, config=TIED), sgd, 0.3),
+    "experts": Trial(partial(Ours, config=EXPERTS), adamw, 1.0),
+    "experts_sgd": Trial(partial(Ours, config=EXPERTS), sgd, 0.3),
     "foreign": Trial(Foreign, sgd, 0.1),
     "hugging_face": Trial(HuggingFace, sgd, 0.1),
 }

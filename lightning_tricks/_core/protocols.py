@@ -59,6 +59,23 @@ class CountsInBackward(Protocol):
 
 
 @runtime_checkable
+class HasExperts(Protocol):
+    """A mixture for `mesh: {expert: ...}`.
+
+    Attributes:
+        experts: a module that takes rows in the order of their experts, and the last row of each expert. Its own
+            parameters have the expert as the first of three dimensions; it works with the part of them that is here.
+        exchange: None, or to be called with these two and `experts` in its place, see `ExpertExchange`.
+    """
+
+    experts: Any
+    exchange: Any
+
+    def sent_between_expert_ranks(self) -> int:
+        """Elements of the rows that are sent for a token, there and back."""
+
+
+@runtime_checkable
 class KnowsBaseShapes(Protocol):
     """A LightningModule for MuP."""
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_tricks._core.tensors import autocasts
+from lightning_tricks._core.tensors import autocasts, local
 from lightning_tricks.models.decoder_config import Llama
+from lightning_tricks.parallel.experts import ExpertExchange, Permute
 from lightning_tricks.parallel.grouped_product import grouped_product
 
 
@@ -88,7 +89,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (n, d_model) in the order of their experts to the same; `ends` (E,) int32 are the experts' last rows."""
-        gate, up, down = (weight.to(rows.dtype) for weight in (self.gate, self.up, self.down))
+        gate, up, down = (local(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down))
         hidden = F.silu(grouped_product(rows, gate, ends)) * grouped_product(rows, up, ends)
         return grouped_product(hidden, down, ends)
 
@@ -110,27 +111,19 @@ class _Dispatch(torch.autograd.Function):
         return grad[inverse].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
-class _Permute(torch.autograd.Function):
-    """`rows[order]` of a permutation and its inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad[ctx.saved_tensors[0]], None, None
-
-
 class Mixture(nn.Module):
-    """The feed-forward half of a block: each token goes through some of the experts, and all go through `shared`."""
+    """The feed-forward half of a block: each token goes through some of the experts, and all go through `shared`.
+
+    Attributes:
+        exchange: with expert ranks, what calls the experts of all of them.
+    """
 
     def __init__(self, config: Llama, shared: nn.Module | None) -> None:
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(self.router.n_experts, config.d_model, config.expert_width)
         self.shared = shared
+        self.exchange: ExpertExchange | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (batch, length, d_model) to the same shape, with a loss and the loads of the experts.
@@ -149,12 +142,17 @@ class Mixture(nn.Module):
         numbers = torch.arange(self.router.n_experts, device=x.device)
         ends = torch.searchsorted(by_expert, numbers, right=True).int()  # where `bincount` would wait for the device
         copies = chosen.shape[-1]
-        rows = self.experts(_Dispatch.apply(flat, order, inverse, copies), ends)
-        rows = _Permute.apply(rows, inverse, order).unflatten(0, (-1, copies))
+        rows = _Dispatch.apply(flat, order, inverse, copies)
+        rows = self.experts(rows, ends) if self.exchange is None else self.exchange(rows, ends, self.experts)
+        rows = Permute.apply(rows, inverse, order).unflatten(0, (-1, copies))
         out = (rows * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view_as(x), loss, _loads(logits, scores, ends)
+
+    def sent_between_expert_ranks(self) -> int:
+        """Elements of the rows that are sent for a token: each of its experts gets one, and sends one back."""
+        return 2 * self.router.config.experts_per_token * self.router.config.d_model
 
     def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int) -> Tensor:
         """Sums, not means: then any division into micro-batches and ranks has the gradient of the whole batch.

@@ -36,9 +36,11 @@ class ParallelDims:
             left.
         context: parts of each sequence. FSDP2 divides the weights over these ranks too.
         tensor: parts of each layer's matrices. These ranks have the same data.
+        expert: ranks that share the experts of a mixture among them; each has some, and tokens go to where theirs are.
+            No further factor: these are neighbours among the shard x context ranks, whose number it divides.
 
     Raises:
-        UsageError: a size that is no whole number of at least 1, or not -1 in `shard`.
+        UsageError: a size that is no whole number of at least 1, or not -1 in `shard`; both expert and tensor ranks.
     """
 
     pipeline: int = 1
@@ -46,19 +48,24 @@ class ParallelDims:
     shard: int = -1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for axis, size in self.sizes.items():
+        for axis, size in {**self.sizes, "expert": self.expert}.items():
             if size < 1 and (axis, size) != ("shard", -1):
                 hint = ", or -1 for all processes that are left" if axis == "shard" else ""
                 raise UsageError(f"mesh.{axis}={size!r}: give a whole number of at least 1{hint}")
+        if self.expert > 1 and self.tensor > 1:
+            raise UsageError(
+                f"mesh.expert={self.expert}: experts are not divided over tensor ranks too: leave mesh.tensor at 1"
+            )
 
     def of_world(self, world: int) -> "ParallelDims":
         """The same sizes with `shard` known, for `world` processes.
 
         Raises:
-            UsageError: the sizes do not multiply to `world`.
+            UsageError: the sizes do not multiply to `world`; `expert` does not divide shard x context.
         """
         given = math.prod(size for axis, size in self.sizes.items() if axis != "shard")
         shard = world // given if self.shard == -1 else self.shard
@@ -68,6 +75,11 @@ class ParallelDims:
             verb = "does not divide" if self.shard == -1 else "does not make"
             raise UsageError(
                 f"mesh: {named or 'shard 1'} {verb} the {world} devices: the sizes must multiply to num_nodes x devices"
+            )
+        if shard * self.context % self.expert:
+            raise UsageError(
+                f"mesh.expert={self.expert} does not divide the {shard * self.context} ranks of shard {shard} x "
+                f"context {self.context}, among which experts are shared out: take another size"
             )
         return replace(self, shard=shard)
 
@@ -97,7 +109,14 @@ class ParallelDims:
         return math.prod(self.sizes[other] for other in inside)
 
     def group(self, axis: str) -> tuple[int, int]:
-        """Number of ranks that send along an axis, and their stride; weights are divided over context ranks too."""
+        """Number of ranks that send along an axis, and their stride; weights are divided over context ranks too.
+
+        Of these shard ranks, neighbours along `expert` have different experts, and those along `rest` the same ones.
+        """
+        if axis == "expert":
+            return self.expert, self.stride("context")
+        if axis == "rest":
+            return self.shard * self.context // self.expert, self.expert * self.stride("context")
         context = self.context if axis == "shard" else 1
         return self.sizes[axis] * context, self.stride(axis) // context
 
@@ -118,7 +137,8 @@ class ParallelDims:
 
     def __str__(self) -> str:
         """Such as `replicate 2 x shard 4 x tensor 2`; axes of one part are left out, but for the shards."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1 or axis == "shard")
+        named = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size != 1 or axis == "shard")
+        return named if self.expert == 1 else f"{named}, expert {self.expert}"
 
 
 @dataclass(frozen=True)
@@ -133,6 +153,7 @@ class Mesh:
         context: group of the ranks that have the other parts of this rank's rows; None where rows are whole.
         ends: group of the first and the last pipeline rank, of which this rank is one; None on the ranks between.
         stage: group of the ranks that have the same layers as this one; None: all ranks.
+        experts: the same ranks with the axes `rest` and `expert` in place of `shard`; None without expert ranks.
     """
 
     dims: ParallelDims
@@ -141,6 +162,7 @@ class Mesh:
     context: Any = field(repr=False)
     ends: Any = field(repr=False, default=None)
     stage: Any = field(repr=False, default=None)
+    experts: DeviceMesh | None = None
 
     @classmethod
     def of(cls, dims: ParallelDims, device: str, timeout: timedelta | None = None) -> "Mesh":
@@ -156,6 +178,11 @@ class Mesh:
         if dims.tensor > 1:
             sizes["tensor"] = dims.tensor
         device_mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        experts = None
+        if dims.expert > 1:
+            del sizes["shard"]
+            sizes |= {"rest": dims.group("rest")[0], "expert": dims.expert}
+            experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         loss = _own_group(dims, *_OWN_TOKENS) if dims.loss_ranks < dims.world else None
         context = _own_group(dims, "context") if dims.context > 1 else None
         ends = stage = None
@@ -165,15 +192,22 @@ class Mesh:
             last = first + (dims.pipeline - 1) * len(first)
             ends = dist.new_subgroups_by_enumeration(torch.stack([first, last], dim=1).tolist())[0]
         if timeout is not None:  # torch gives it to the default group only
-            for group in (*device_mesh.get_all_groups(), loss, context, ends, stage):
+            of_experts = () if experts is None else experts.get_all_groups()
+            for group in (*device_mesh.get_all_groups(), *of_experts, loss, context, ends, stage):
                 if group is not None:
                     group.set_timeout(timeout)
-        return cls(dims, device_mesh, loss, context, ends, stage)
+        return cls(dims, device_mesh, loss, context, ends, stage, experts)
 
     @cached_property
     def weights(self) -> DeviceMesh:
         """The part over which FSDP2 shards: one axis, or with replicas two."""
         return self.device_mesh["replicate", "shard"] if self.dims.replicate > 1 else self.device_mesh["shard"]
+
+    @cached_property
+    def rest(self) -> DeviceMesh:
+        """The part over which FSDP2 shards experts, as `weights`; only with expert ranks."""
+        assert self.experts is not None
+        return self.experts["replicate", "rest"] if self.dims.replicate > 1 else self.experts["rest"]
 
     @cached_property
     def tensor(self) -> DeviceMesh:

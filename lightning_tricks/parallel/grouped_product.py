@@ -20,7 +20,7 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Widths are multiples of 16 bytes. The documentation of `grouped_mm` promises bf16 on CUDA devices from Ampere on.
 
     Args:
-        rows: (n, in), those of the first expert first.
+        rows: (n, in), those of the first expert first; n may be 0.
         weight: (experts, out, in), in the dtype of the rows.
         ends: (experts,) int32, the number of rows of each expert and of those before it.
 
@@ -29,12 +29,16 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     Source: https://docs.pytorch.org/docs/main/generated/torch.nn.functional.grouped_mm.html
     """
+    if not len(rows):  # which torch refuses; an expert rank may get none
+        return rows.new_empty(0, weight.shape[1])
     return F.grouped_mm(rows, weight.mT, offs=ends)
 
 
 @torch.library.custom_op("lightning_tricks::grouped_product_backward", mutates_args=())
 def grouped_product_backward(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weight."""
+    if not len(rows):
+        return torch.empty_like(rows), torch.zeros_like(weight)
     grad = grad.contiguous()  # torch refuses an expanded one, such as that of a sum
     return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.mT, rows, offs=ends)
 

@@ -1,10 +1,10 @@
-"""Turn a module into its parts on a mesh, in the one right order: precision, tensor, context, blocks, shards.
+"""Turn a module into its parts on a mesh, in the one right order: precision, tensor, experts, context, blocks, shards.
 
 `traffic` counts what the ranks of each axis then send, and `layout_table` tells it all in the log.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
+from lightning_tricks.parallel.experts import check_experts, divide_experts, mixtures_of, shard_experts
 from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.shard import largest_group, local_bytes, refuse_unshardable, shard_module
 from lightning_tricks.parallel.tensor import (
@@ -81,19 +82,22 @@ class Parallelized:
 
 
 def check_module(module: nn.Module, dims: ParallelDims) -> None:
-    """Refuse a module that cannot be divided so, before any process group is made: its plan, heads, widths, vocabulary.
+    """Refuse a module that cannot be divided so, before any process group is made: its plan, widths, number of experts.
 
     Args:
         module: with all of its parameters, on any device.
         dims: of the run.
 
     Raises:
-        UsageError: see `parallel.tensor.named_by` and `check_divisible`; no `set_context_parallel` for context ranks.
+        UsageError: see `parallel.tensor.named_by`, `check_divisible` and `check_experts`; no `set_context_parallel` for
+            context ranks.
     """
     if dims.tensor > 1:
         check_divisible(named_by(plan_of(module), module), module, dims.tensor)
     if dims.context > 1:
         _with_context(module)
+    if dims.expert > 1:
+        check_experts(module, dims.expert)
 
 
 def parallelize(
@@ -106,7 +110,7 @@ def parallelize(
 
     Args:
         module: any; for tensor ranks with a plan, see `plan_of`; for context ranks with a method `set_context_parallel`
-            that takes a `ContextParallel`.
+            that takes a `ContextParallel`; for expert ranks with a part like `HasExperts`.
         mesh: its sizes and groups.
         options: see there.
         roots: the stages of a pipeline, whose shards are gathered by their own calls; None: the module alone.
@@ -118,8 +122,6 @@ def parallelize(
     blocks = find_blocks(module, options.blocks)
     refuse_unshardable(module, blocks)
     elements = sum(parameter.numel() for parameter in module.parameters())
-    ends = _ends(module)
-    gathered = largest_group(module, [*blocks.values(), *ends])
     whole = whole_of(module)
     plan = plan_of(whole) if dims.tensor > 1 else {}
     sequence_parallel = options.sequence_parallel and divides_sequences(plan)
@@ -127,11 +129,16 @@ def parallelize(
         check_plan(whole, plan, dims.tensor, sequence_parallel)
         plan = {name: word for name, word in plan.items() if has_named(name, module)}
     in_context = _with_context(module) if dims.context > 1 else []
+    if dims.expert > 1:
+        check_experts(whole, dims.expert)
     # nothing is refused below, where the module changes
     if options.convert is not None:
         options.convert(module)
     if dims.tensor > 1:
         divide(module, plan, mesh.tensor, sequence_parallel)
+    experts = divide_experts(module, mesh) if dims.expert > 1 else []
+    ends = _ends(module)
+    gathered = largest_group(module, [*blocks.values(), *ends])
     if dims.context > 1:
         context = ContextParallel(mesh.context, mesh.device_mesh.device_type, options.context_method)
         for part in in_context:
@@ -142,6 +149,11 @@ def parallelize(
             block.compile()
     # gradients of a stage are computed in any order, of its inputs first: its weights then stay until the last one
     reshard = options.reshard_after_forward and roots is None
+    for part in experts:  # before what they are inside of
+        shard_experts(
+            part, mesh, reversed(blocks.values()),
+            mp_policy=options.policy, offload_policy=options.offload, reshard_after_forward=reshard,
+        )  # fmt: skip
     for root in (module,) if roots is None else roots:
         inside = set(map(id, root.modules()))  # by identity: torchmetrics' modules equal everything
         own, own_ends = ([part for part in parts if id(part) in inside] for parts in (blocks.values(), ends))
@@ -212,7 +224,8 @@ def traffic(
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
-    Those of context ranks come from modules with a method `sent_between_context_ranks`; 0 where none has.
+    Those of context ranks come from modules with a method `sent_between_context_ranks`; 0 where none has. Those of
+    expert ranks are the rows of tokens whose experts are as likely on any of them.
     Blocks that run again in the backward pass send theirs again.
 
     Args:
@@ -222,17 +235,21 @@ def traffic(
         module: after it.
         stages: of each pipeline rank.
     """
-    weights, gradients = _gathered_bytes(dims, options.policy, module)
+    experts = _experts(dims, module)
+    others = [parameter for parameter in module.parameters() if parameter not in experts]
     size = (options.policy.param_dtype or next(module.parameters()).dtype).itemsize  # of an activation's element
-    shards, _ = dims.group("shard")
-    found = []
-    if shards > 1:
-        times = 2 if options.reshard_after_forward else 1
-        line = f"{shards} shards a micro-batch: gathers {times} x {_mib(weights)} of weights, reduces {_mib(gradients)}"
-        found.append(Traffic("shard", shards, times * weights, gradients, line=f"{line} of gradients"))
+    found, part = [], 0
+    for axis, parameters, what in (("shard", others, ""), ("rest", experts, " of experts")):
+        ranks, _ = dims.group(axis)
+        weights, gradients = _gathered_bytes(ranks, options.policy, parameters)
+        part += gradients // ranks
+        if ranks > 1 and parameters:
+            times = 2 if options.reshard_after_forward else 1
+            line = f"{ranks} shards{what} a micro-batch: gathers {times} x {_mib(weights)} of weights"
+            line = f"{line}, reduces {_mib(gradients)} of gradients"
+            found.append(Traffic(axis, ranks, times * weights, gradients, line=line))
     if dims.replicate > 1:
         # a ring sends a part of the sum twice: on its way to one rank, and from there to all
-        part = gradients // shards
         line = f"{dims.replicate} replicas: reduces {_mib(part)} of gradients"
         found.append(Traffic("replicate", dims.replicate, part, part, line=line))
     if dims.tensor > 1:
@@ -240,7 +257,7 @@ def traffic(
         line = f"{dims.tensor} tensor ranks a token: {_kib(a_token)} of activations and their gradients"
         found.append(Traffic("tensor", dims.tensor, per_token=a_token, line=line))
     if dims.context > 1:
-        a_token = _between_parts(dims, options, module) * size
+        a_token = size * _sent(module, "sent_between_context_ranks", options.context_method, dims.context, dims.tensor)
         what = {"gather": "keys and values", "ulysses": "queries, keys, values and outputs"}[options.context_method]
         count = f"{_kib(a_token)} a token, " if a_token else ""
         line = f"{dims.context} context ranks: {count}{what} of each row, and their gradients"
@@ -251,23 +268,33 @@ def traffic(
         a_token = 2 * stages * next(embeddings, 0) * size
         line = f"{dims.pipeline} pipeline ranks a token: {_kib(a_token)} of hidden states and their gradients"
         found.append(Traffic("pipeline", dims.pipeline, per_token=a_token, line=line))
+    if dims.expert > 1:
+        a_token = size * _sent(module, "sent_between_expert_ranks")
+        line = f"{dims.expert} expert ranks a token: {_kib(a_token)} of rows for experts, results and their gradients"
+        found.append(Traffic("expert", dims.expert, per_token=a_token, line=line))
     return found
 
 
-def _between_parts(dims: ParallelDims, options: ParallelOptions, module: nn.Module) -> int:
-    """Elements that context ranks send for a token of theirs, forward and backward."""
+def _experts(dims: ParallelDims, module: nn.Module) -> dict[nn.Parameter, None]:
+    """The parameters that are divided over expert ranks."""
+    mixtures = mixtures_of(module).values() if dims.expert > 1 else ()
+    return dict.fromkeys(parameter for part in mixtures for parameter in part.experts.parameters())
+
+
+def _sent(module: nn.Module, method: str, *how: Any) -> int:
+    """Elements that ranks send for a token of theirs, forward and backward, as the `method` of parts says."""
     again = {part for block in module.modules() if mode_of(block) != "none" for part in block.modules()}
     total = 0
     for part in module.modules():
-        if callable(sent := getattr(part, "sent_between_context_ranks", None)):
-            total += (3 if part in again else 2) * sent(options.context_method, dims.context, dims.tensor)
+        if callable(sent := getattr(part, method, None)):
+            total += (3 if part in again else 2) * sent(*how)
     return total
 
 
-def _gathered_bytes(dims: ParallelDims, policy: MixedPrecisionPolicy, module: nn.Module) -> tuple[int, int]:
-    """Bytes of all parameters that one replica's shards gather, and reduce, on this rank's part of the matrices."""
-    gathered, reduced, (shards, _) = 0, 0, dims.group("shard")
-    for parameter in module.parameters():
+def _gathered_bytes(shards: int, policy: MixedPrecisionPolicy, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Bytes of parameters that one replica's shards gather, and reduce, on this rank's part of the matrices."""
+    gathered, reduced = 0, 0
+    for parameter in parameters:
         if parameter.ndim == 0:
             continue
         shard = local(parameter)
@@ -309,6 +336,9 @@ def layout_table(
     if cut is not None:
         counts = " ".join(str(len(own)) for own in cut.layers)
         lines.append(("stages", f"{cut.count}, of {counts} layers; rank 0 has {', '.join(map(str, cut.stages))}"))
+    if dims.expert > 1:
+        mixtures = len(mixtures_of(module))
+        lines.append(("expert", f"each rank has 1/{dims.expert} of the experts of {mixtures:,} mixtures"))
     stages = 1 if cut is None else len(cut.stages)
     lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module, stages)]
     return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in lines)])

@@ -122,12 +122,12 @@ class Scalars:
 
 
 def largest_group(root: nn.Module, blocks: Collection[nn.Module]) -> int:
-    """Elements of the largest of the groups whose parameters `shard_module` gathers together."""
+    """Elements of the largest of the groups whose parameters `shard_module` gathers together, on this rank."""
     sizes: list[int] = []
     taken: set[nn.Parameter] = set()
     for part in [*reversed(dict.fromkeys(blocks)), root]:  # blocks inside others first
         own = set(part.parameters()) - taken
-        sizes.append(sum(parameter.numel() for parameter in own))
+        sizes.append(sum(local(parameter).numel() for parameter in own))
         taken |= own
     return max(sizes)
 

@@ -284,7 +284,7 @@ class _Vocabulary(ParallelStyle):
         self.rows = rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(0))
+        distribute(module, device_mesh, Shard(0))
 
         def enter(part: nn.Module, args: Any) -> Any:
             whole: Any = _whole(args[0], device_mesh, self.rows)
@@ -305,11 +305,12 @@ class _OnAPart(ParallelStyle):
         def leave(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()
 
-        _distribute(module, device_mesh, Replicate())
+        distribute(module, device_mesh, Replicate())
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Leave a module this rank's part of each of its own parameters, which are equal on all ranks."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
@@ -436,8 +437,8 @@ def _extremes(own: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether FSDP2 has divided a parameter; one that it has gathered may still be divided over the tensor ranks."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (TENSOR_AXIS,)
+    """Whether FSDP2 has divided a parameter; a gathered one may still be divided over the tensor or expert ranks."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names not in ((TENSOR_AXIS,), ("expert",))
 
 
 def local_rows(weight: Tensor) -> tuple[Tensor, Any, int]:

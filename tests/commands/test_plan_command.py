@@ -254,6 +254,28 @@ def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(op
     assert (told.instants, told.host) == (whole.instants, whole.host)
 
 
+def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_that_they_wait():
+    def plan(**options):
+        strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=4), pipeline_micro_batches=8, **options)
+        config = dataclasses.replace(TINY, n_layers=8)
+        return planned(config, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100")
+
+    one, gpipe = plan(), plan(pipeline_schedule="GPipe")
+    assert one.whole.waits == pytest.approx(3 / 11)
+    assert list(one.memory.ranks) == ["first", "middle", "last"]
+    assert one.memory.peak == max(one.memory.ranks.values())
+    # of 8 micro-batches the first rank holds 4 at a time under 1F1B; under GPipe each rank holds all
+    more = gpipe.memory.ranks["first"] - one.memory.ranks["first"]
+    assert more == pytest.approx(one.memory.instants[LOSS]["activations"], abs=16)
+    assert one.memory.ranks["first"] > one.memory.ranks["middle"]
+    (sent,) = [one for one in one.whole.traffic if one.axis == "pipeline"]
+    assert sent.per_token == 2 * 32 * 4, "a hidden state and its gradient, in fp32"
+    assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
+    text = report(one)
+    assert "ranks wait 27% of the time" in text
+    assert "pipeline ranks      first 1.50 GiB, middle 1.50 GiB, last 1.50 GiB" in text
+
+
 def test_compiled_blocks_are_counted_as_eager_and_a_note_says_so():
     def plan(compile_blocks, own=False):
         module = LanguageModel(TWO_BLOCKS, compile_blocks=compile_blocks)

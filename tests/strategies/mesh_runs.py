@@ -49,6 +49,15 @@ class Ours(LanguageModel):
         super().__init__(config, optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3)))
 
 
+class Crowded(Ours):
+    """All tokens choose the first two experts."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for router in self.decoder.routers().values():
+            router.bias[:2] += 1
+
+
 class HuggingFace(pl.LightningModule):
     """A model of transformers, unchanged: its own tp_plan divides it.
 
@@ -144,6 +153,8 @@ EXPERTS = Llama(
     balance_rate=0.001, router_z_weight=0.01,
 )  # fmt: skip
 OF_ROWS = dataclasses.replace(EXPERTS, sequence_balance_weight=0.05)
+# each token has all, as a choice in bf16 turns on a last place
+ALL_EXPERTS = dataclasses.replace(EXPERTS, n_experts=2, balance="none")
 DEEP_EXPERTS = dataclasses.replace(OF_ROWS, n_layers=8, dense_layers=3)  # a stage has none, one has both kinds
 PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16": BF16Mixed,
@@ -163,7 +174,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
     "experts": lambda: Ours(EXPERTS),
     "experts, balanced by rows": lambda: Ours(OF_ROWS),
+    "crowded experts": lambda: Crowded(EXPERTS),
+    "all experts": lambda: Ours(ALL_EXPERTS),
     "deep experts": lambda: Ours(DEEP_EXPERTS),
+    "experts, adamw": lambda: Ours(OF_ROWS, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
+    "experts, muon": lambda: Ours(OF_ROWS, lambda groups: MuonAdamW(groups, lr=0.01)),
     "hugging face": HuggingFace,
     "phi 3": lambda: HuggingFace(Phi3Config),
     "olmo 2": lambda: HuggingFace(Olmo2Config),
@@ -337,17 +352,27 @@ def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
     return {name: train_once(settings) for name, settings in alone.items()}
 
 
-OF_EXPERTS = Case("experts, balanced by rows", ParallelDims(), repeats=True)
+OF_EXPERTS = {
+    "one has half": Case("experts, adamw", ParallelDims(expert=2), guarded=True, repeats=True),
+    "one has a quarter": Case("experts, adamw", ParallelDims(expert=4), guarded=True, repeats=True),
+    "shards": Case("experts, adamw", ParallelDims(), guarded=True, repeats=True),
+}
 
 
-def experts_saved_and_resumed(rank: int, folder: Path) -> tuple[Found, Found]:
-    """The unbroken run of shards, and one that goes on from its checkpoint."""
-    whole_run = on_the_mesh(OF_EXPERTS, rank, 2, save=folder / "experts")
-    return whole_run, on_the_mesh(OF_EXPERTS, rank, 2, resume=folder / "experts")
+def experts_saved_and_resumed(rank: int, folder: Path) -> dict[Any, Found]:
+    """The unbroken run of each layout, resumes from the checkpoint of the first one, and of it from the others'."""
+    found: dict[Any, Found] = {}
+    for saver, case in OF_EXPERTS.items():
+        found[saver] = on_the_mesh(case, rank, 4, save=folder / saver)
+    first = next(iter(OF_EXPERTS))
+    pairs = [(saver, opener) for saver in OF_EXPERTS for opener in OF_EXPERTS if first in (saver, opener)]
+    for saver, opener in pairs:
+        found[saver, opener] = on_the_mesh(OF_EXPERTS[opener], rank, 4, resume=folder / saver)
+    return found
 
 
 def experts_resumed_by_one(rank: int, folder: Path) -> Found:
-    return train(OF_EXPERTS, "auto", resume=folder / "experts")
+    return train(OF_EXPERTS["shards"], "auto", resume=folder / next(iter(OF_EXPERTS)))
 
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Tensor, sequence and context parallelism give the gradients, losses, norms and figures of one process."""
+"""Tensor, sequence, context and expert parallelism give the gradients, losses, norms and figures of one process."""
 
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from lightning_tricks.parallel.dims import ParallelDims
 pytestmark = pytest.mark.long
 
 TENSOR, CONTEXT, REPLICAS = ParallelDims(tensor=2), ParallelDims(context=2), ParallelDims(replicate=2, tensor=2)
+EXPERT = ParallelDims(expert=2)
 
 TWO = {
     "tensor": Case("llama", TENSOR, {"sequence_parallel": False}),
@@ -66,6 +67,18 @@ TWO = {
         "experts, balanced by rows", CONTEXT, says="mesh.context: decoder.sequence_balance_weight=0.05 needs whole rows"
     ),
     "experts, tensor": Case("experts", TENSOR, says="mesh.tensor: decoder.n_experts=8 is not divided over ranks"),
+    "expert ranks": Case(
+        "experts, balanced by rows", EXPERT, {"activation_checkpointing": "full"}, accumulate=2, guarded=True
+    ),
+    "expert ranks, bf16": Case("all experts", EXPERT, precision="bf16"),
+    "expert ranks, compiled": Case(
+        "experts", EXPERT, {"compile_blocks": True, "activation_checkpointing": "selective"}
+    ),
+    "expert ranks, one without a row": Case("crowded experts", EXPERT, {"activation_checkpointing": "cheap"}),
+    "expert ranks, none to share": Case("llama", EXPERT, says="the model has no mixture of experts to share out"),
+    "expert ranks, too many": Case(
+        "experts", ParallelDims(expert=4), says="mesh.expert=4 does not divide the 2 ranks of "
+    ),
     "shards, one reduction": Case("llama", ParallelDims(), {"reduce_gradients": "step"}, accumulate=2),
 }
 FOUR = {
@@ -75,6 +88,18 @@ FOUR = {
     "shards and tensor, Muon": Case("muon", TENSOR),
     "shards and context": Case("llama", CONTEXT),
     "experts on replicas of shards": Case("experts, balanced by rows", ParallelDims(replicate=2)),
+    "expert ranks with shards": Case(
+        "experts, balanced by rows", EXPERT, {"activation_checkpointing": "cheap"}, accumulate=2, guarded=True
+    ),
+    "expert ranks in all shards": Case("experts, balanced by rows", ParallelDims(expert=4), guarded=True),
+    "expert ranks with parts of experts": Case("all experts", EXPERT, {"activation_checkpointing": "selective"}),
+    "expert ranks and context": Case(
+        "experts", ParallelDims(context=2, expert=4), {"activation_checkpointing": "full"}
+    ),
+    "expert ranks on replicas": Case(
+        "experts, balanced by rows", ParallelDims(replicate=2, expert=2), {"reduce_gradients": "step"}, accumulate=2
+    ),
+    "expert ranks, Muon": Case("experts, muon", EXPERT),
     "tensor and context": Case(
         "normed", ParallelDims(tensor=2, context=2), {"timeout_seconds": 1234.0}, documents=True, guarded=True
     ),
@@ -169,7 +194,7 @@ def test_every_layout_trains_as_one_process_does(cases, world):
         elif isinstance(said, str):
             lines.append(f"{name}: {said}")
         else:
-            bounds = MUON if case.model == "muon" else BOUNDS[case.precision]
+            bounds = MUON if case.model.endswith("muon") else BOUNDS[case.precision]
             flops = (world - 1) * COUNTED_AGAIN.get(case.model, 0)
             lines += [f"{name}: {line}" for line in differences(said, one[name], bounds, flops)]
     assert not lines, "\n".join(lines)
@@ -198,12 +223,21 @@ def test_a_checkpoint_of_each_layout_goes_on_in_each_other(tmp_path):
     assert not lines, "\n".join(lines)
 
 
-def test_experts_go_on_from_a_checkpoint_of_shards_with_their_biases(tmp_path):
-    unbroken, resumed = run(experts_saved_and_resumed, tmp_path, world=2)[0]
+def test_a_checkpoint_of_divided_experts_goes_on_in_each_layout(tmp_path):
+    ranks = run(experts_saved_and_resumed, tmp_path, world=4)
     (alone,) = run(experts_resumed_by_one, tmp_path, world=1)
-    biases = [name for name in unbroken.weights if name.endswith("router.bias")]
+    together = {key: joined([rank[key] for rank in ranks]) for key in ranks[0]}
+    resumes = {pair: found for pair, found in together.items() if isinstance(pair, tuple)}
+    assert len(resumes) == 5
+    lines = []
+    for (saver, opener), found in {**resumes, ("one has half", "one"): alone}.items():
+        exact = saver == opener  # to the bit, also the state of AdamW, without which it would take other steps
+        for name, weight in together["one has half"].weights.items():
+            bound = 0.0 if exact or name.endswith("router.bias") else 3e-4  # as above
+            gap = float((found.weights[name] - weight).abs().max())
+            if not gap <= bound:
+                lines.append(f"{saver} -> {opener}: {name} differs by {gap:.1e}")
+    assert not lines, "\n".join(lines)
+    biases = [weight for name, weight in alone.weights.items() if name.endswith("router.bias")]
     assert len(biases) == 1
-    for name, weight in unbroken.weights.items():
-        assert torch.equal(resumed.weights[name], weight), name
-        assert (alone.weights[name] - weight).abs().max() <= (0.0 if name in biases else 1e-6), name
-    assert unbroken.weights[biases[0]].abs().max() > 0.001  # of two steps, each 0.001
+    assert biases[0].abs().max() > 0.001  # of two steps, each 0.001

@@ -31,6 +31,12 @@ FOUR = {
     "4 x 2 stages, tied": Case("deep gpt2", ParallelDims(pipeline=4), {"pipeline_schedule": "Interleaved1F1B"}),
     "stages and shards, tied": Case("deep gpt2", STAGES, {"pipeline_micro_batches": 2}, accumulate=2, documents=True),
     "stages, shards and experts": Case("deep experts", STAGES, {"pipeline_micro_batches": 2}, accumulate=2),
+    "stages and expert ranks": Case(
+        "deep experts", ParallelDims(pipeline=2, expert=2), {"activation_checkpointing": "full"}, accumulate=2
+    ),
+    "ZBV and expert ranks": Case(
+        "deep experts", ParallelDims(pipeline=2, expert=2), {"pipeline_schedule": "ZBVZeroBubble"}
+    ),
     "ZBV and shards": Case("deep", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
     "stages and tensor, tied": Case("deep gpt2", ParallelDims(pipeline=2, tensor=2)),
     "stages and tensor, Muon": Case("deep muon", ParallelDims(pipeline=2, tensor=2)),

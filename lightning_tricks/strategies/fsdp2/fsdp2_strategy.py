@@ -65,7 +65,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     With `mesh: {tensor: 8}` eight ranks share each matrix (tensor parallelism), as the module's `parallel_plan` or a
     Hugging Face model's `tp_plan` says. With `mesh: {context: 2}` two ranks share each row (context parallelism), if
-    the module has a `set_context_parallel`. Both are combined with shards, and with replicas.
+    the module has a `set_context_parallel`. Both are combined with shards, and with replicas. With `mesh: {expert: 4}`
+    each of four shard ranks has a quarter of the experts of a mixture, see `HasExperts`.
 
     Ranks start with rank 0's weights and buffers. In training each rank has running statistics (batch norm) and other
     buffers of its own; before each validation, test, prediction and save all ranks take rank 0's. A module may build

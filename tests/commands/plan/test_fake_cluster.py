@@ -13,7 +13,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.fake_cluster import fake_world, view_cluster
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.parallelize import ParallelOptions
+from lightning_tricks.parallel.parallelize import ParallelOptions, check_module
 
 pytestmark = pytest.mark.long
 
@@ -80,6 +80,41 @@ def test_what_context_ranks_send_for_a_token_is_the_sum_of_the_collectives(metho
     by_hand = {"gather": 2 * 4 * 8 * kv_heads // tensor, "ulysses": 4 * 32}[method]  # 2 heads are repeated for 4 ranks
     assert sent == 8 * 2 * times * by_hand
     assert f"over 4 context ranks: {4 * sent / 8 / 1024:.2f} KiB a token, " in view.table
+
+
+EXPERTS = dataclasses.replace(CONFIG, n_experts=8, experts_per_token=2, d_expert=16)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_expert_ranks_send_for_a_token_is_the_sum_of_the_collectives(mode):
+    dims, options = ParallelDims(expert=4).of_world(12), ParallelOptions(activation_checkpointing=mode)
+    view = view_cluster(lambda: Decoder(EXPERTS), dims, options, loss, [0])[0]
+    sent = sent_over_four(view, 32 * 32, {"alltoall_base_": 1})  # not the numbers of rows
+    # 2 experts for each of 32 tokens, there and back; 2 blocks, whose forward pass runs twice with checkpointing
+    assert sent == 32 * 2 * (2 if mode == "none" else 3) * 2 * 2 * 32
+    assert f"over 4 expert ranks a token: {4 * sent / 32 / 1024:.2f} KiB of rows for experts" in view.table
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_and_gathered_with_their_block():
+    dims = ParallelDims(expert=4).of_world(12)
+    view = view_cluster(lambda: Decoder(EXPERTS), dims, ParallelOptions(), loss, [11])[0]
+    # 2 of 8 experts, which 3 ranks share: there is no third of 16 outputs, so one rank has none
+    assert view.parameters["blocks.0.mlp.experts.up"] == (0, 16, 32)
+    dims = ParallelDims(expert=2).of_world(16)
+    view = view_cluster(lambda: Decoder(EXPERTS), dims, ParallelOptions(), ranks=[15])[0]
+    assert view.parameters["blocks.0.mlp.experts.up"] == (4, 2, 32)  # 4 experts over 8 ranks: by their outputs
+    assert "each rank has 1/2 of the experts of 2 mixtures" in view.table
+    gathered = 4 * 2 * 4 * 3 * 16 * 32 / 2**20  # in fp32, 2 blocks of 4 experts here
+    assert f"over 8 shards of experts a micro-batch: gathers 2 x {gathered:.2f} MiB of weights" in view.table
+
+
+def test_experts_that_cannot_be_shared_out_are_one_line():
+    for decoder, says in (
+        (Decoder(CONFIG), r"mesh\.expert=3: the model has no mixture of experts to share out: leave mesh\.expert at 1"),
+        (Decoder(EXPERTS), r"mesh\.expert=3: the 8 experts of 'blocks\.0\.mlp' are no multiple of it: take another"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            check_module(decoder, ParallelDims(expert=3).of_world(3))
 
 
 def test_ranks_that_would_send_different_things_are_refused_in_a_line():
