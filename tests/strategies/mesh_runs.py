@@ -128,6 +128,27 @@ class Foreign(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
+class OfThePage(pl.LightningModule):
+    """The model of docs/pipeline.md, by that page's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+        names: dict[str, Any] = {}
+        exec(page.split("```python\n")[1].split("\nmodel = Model()")[0], names)
+        self.model = names["Model"]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        return self.model(tokens, tokens.roll(-1, 1)) / tokens.numel()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
 class OwnRows(Foreign):
     """Each process reads rows of its own, as a loader does that is seeded by the process."""
 
@@ -172,6 +193,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "forgets": lambda: Foreign(forgets=True),
     "forgets, from zero": lambda: Foreign(forgets=True, zero_head=True),
     "own rows": OwnRows,
+    "of the page": OfThePage,
 }
 
 
@@ -284,7 +306,7 @@ def train(
     )  # fmt: skip
     torch.manual_seed(0)
     module = MODELS[case.model]()
-    validated = isinstance(module, LanguageModel)
+    validated = isinstance(module, LanguageModel | OfThePage)
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
     logged: dict[str, list[float]] = {}
@@ -340,10 +362,11 @@ def table_of_one(rank: int, cases: dict[str, Case]) -> dict[str, Found]:
 OF_EXPERTS = Case("experts, balanced by rows", ParallelDims(), repeats=True)
 
 
-def experts_saved_and_resumed(rank: int, folder: Path) -> tuple[Found, Found]:
-    """The unbroken run of shards, and one that goes on from its checkpoint."""
-    whole_run = on_the_mesh(OF_EXPERTS, rank, 2, save=folder / "experts")
-    return whole_run, on_the_mesh(OF_EXPERTS, rank, 2, resume=folder / "experts")
+def experts_saved_and_resumed(rank: int, dims: ParallelDims, folder: Path) -> tuple[Found, Found]:
+    """The unbroken run of a layout, and one that goes on from its checkpoint."""
+    case = OF_EXPERTS._replace(dims=dims)
+    whole_run = on_the_mesh(case, rank, 2, save=folder / "experts")
+    return whole_run, on_the_mesh(case, rank, 2, resume=folder / "experts")
 
 
 def experts_resumed_by_one(rank: int, folder: Path) -> Found:

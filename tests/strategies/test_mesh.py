@@ -198,8 +198,9 @@ def test_a_checkpoint_of_each_layout_goes_on_in_each_other(tmp_path):
     assert not lines, "\n".join(lines)
 
 
-def test_experts_go_on_from_a_checkpoint_of_shards_with_their_biases(tmp_path):
-    unbroken, resumed = run(experts_saved_and_resumed, tmp_path, world=2)[0]
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(pipeline=2)], ids=["shards", "stages"])
+def test_experts_go_on_from_a_checkpoint_with_their_biases(dims, tmp_path):
+    unbroken, resumed = map(joined, zip(*run(experts_saved_and_resumed, dims, tmp_path, world=2), strict=True))
     (alone,) = run(experts_resumed_by_one, tmp_path, world=1)
     biases = [name for name in unbroken.weights if name.endswith("router.bias")]
     assert len(biases) == 1
