@@ -131,12 +131,12 @@ class Foreign(pl.LightningModule):
 class OfThePage(pl.LightningModule):
     """The model of docs/pipeline.md, by that page's own code."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
         page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
         names: dict[str, Any] = {}
         exec(page.split("```python\n")[1].split("\nmodel = Model()")[0], names)
-        self.model = names["Model"]()
+        self.model = names["Model"](depth=depth)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         tokens = batch["input_ids"]
@@ -194,6 +194,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "forgets, from zero": lambda: Foreign(forgets=True, zero_head=True),
     "own rows": OwnRows,
     "of the page": OfThePage,
+    "of the page, 5 layers": lambda: OfThePage(5),
 }
 
 
@@ -240,11 +241,12 @@ def weights_of(module: Any) -> dict[str, Tensor]:
 
 
 class Look(pl.Callback):
-    """Takes the first weights, and the gradients before the first step, whole."""
+    """Takes the first weights, and the gradients before the first step, whole; and the FLOPs in MFUMonitor's line."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
+        self.flops: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = weights_of(pl_module)
@@ -252,6 +254,10 @@ class Look(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 0:
             self.gradients = {name: whole(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        found = next(each for each in trainer.callbacks if isinstance(each, MFUMonitor))._batch_flops
+        self.flops = [found.of_one(LENGTH)[0]] if found else []
 
 
 class Save(pl.Callback):
@@ -318,6 +324,7 @@ def train(
     for name, times in (("tokens_per_second", 1), ("model_flops_per_second", devices)):
         rates = logged.get(f"throughput/{name}", [])
         logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
+    logged["flops_per_token"] = look.flops
     weights = weights_of(module)
     moved = {name: weight - look.weights[name] for name, weight in weights.items()}
     first_sum = json.loads(ledger.read_text().splitlines()[0])["weights"] if ledger.exists() else None

@@ -107,7 +107,8 @@ ANGLES = 2 * 4 * LENGTH
 # Those of attention where each tensor rank computes it whole: two products of two blocks, forward and twice backward.
 ATTENTION = 3 * 2 * 2 * (2 * ROWS * LENGTH**2 * 32)
 COUNTED_AGAIN = {"hugging face": ANGLES, "built late": ANGLES, "phi 3": ATTENTION, "olmo 2": ATTENTION}
-SAME = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "tokens_per_second", "model_flops_per_second")
+FLOPS = ("model_flops_per_second", "flops_per_token")
+SAME = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "tokens_per_second", *FLOPS)
 
 
 def differences(here: Found, one: Found, bounds: Bounds, flops: int = 0) -> list[str]:
@@ -133,7 +134,7 @@ def differences(here: Found, one: Found, bounds: Bounds, flops: int = 0) -> list
         lines.append(f"the sum of the weights in the ledger is {here.ledger} in place of {one.ledger}")
     for name in [*SAME, *(name for name in one.logged if name.startswith(("attention/", "experts/")))]:
         mine, theirs = here.logged.get(name, []), one.logged.get(name, [])
-        more = flops if name == "model_flops_per_second" else 0
+        more = flops if name in FLOPS else 0
         if len(mine) != len(theirs) or any(
             not abs(a - b) <= bounds.figure * max(1.0, abs(b)) + more for a, b in zip(mine, theirs, strict=True)
         ):
