@@ -62,6 +62,7 @@ GONE = (
 )
 LIMIT = 280.0  # seconds, above which a run that should end well hangs
 MESH = "--trainer.strategy.init_args.mesh={shard: 2, tensor: 2}"
+STAGES = "--trainer.strategy.init_args={mesh: {pipeline: 2}, pipeline_micro_batches: 2}"
 
 
 class Job:
@@ -208,6 +209,8 @@ RUNS: dict[str, Callable[[Job], None]] = {
     # the one that hangs in step 7 is the unbroken run of six steps for the one that is killed in step 5
     "mesh hangs": lambda job: fails(job, torchrun, 4, MESH, fail=HANGS),
     "mesh killed": lambda job: goes_on(job, 4, MESH, fail={"rank": 2, "step": 4}),
+    "mesh of stages": lambda job: trains(job, torchrun, 4, STAGES),
+    "mesh of stages killed": lambda job: goes_on(job, 4, STAGES, fail={"rank": 2, "step": 4}),
 }
 
 
@@ -311,8 +314,13 @@ def test_a_rank_of_a_mesh_that_hangs_is_named_though_its_neighbours_hold_up_the_
     assert job.out.count("is ended, with exit code 1") == 4
 
 
-def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(ended):
-    unbroken, job = ended("mesh hangs"), ended("mesh killed")
+@pytest.mark.parametrize(
+    ("whole", "broken", "steps"),
+    [("mesh hangs", "mesh killed", 6), ("mesh of stages", "mesh of stages killed", 7)],
+    ids=["tensor ranks", "stages"],
+)
+def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(whole, broken, steps, ended):
+    unbroken, job = ended(whole), ended(broken)
     assert job.seconds < 60
     out = (job.folder / "first_out").read_text(errors="replace")
     said = re.findall(GONE.format(rank=2, world=4), out, re.M)
@@ -320,9 +328,9 @@ def test_a_rank_of_a_mesh_is_killed_and_the_run_goes_on_to_the_same_weights(ende
     assert first_error(out) == said[0]
     assert job.codes[-1] == 0, job.out[-5000:]
     assert "Going on from step 3 " in job.out
-    assert len(unbroken.losses) == 6
-    assert job.losses[:6] == unbroken.losses
+    assert len(unbroken.losses) == steps
+    assert job.losses[:steps] == unbroken.losses
     assert len(job.losses) == 7
-    weights, expected = job.weights_of("step=6"), unbroken.weights_of("step=6")
+    weights, expected = job.weights_of(f"step={steps}"), unbroken.weights_of(f"step={steps}")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(expected[name], value) for name, value in weights.items())

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import schedulefree
@@ -31,6 +31,7 @@ from lightning_tricks import (
     FSDP2Strategy,
     GradientClippingMixin,
     GradNormMonitor,
+    Llama,
     MFUMonitor,
     MuonAdamW,
     OptimizerMixin,
@@ -56,6 +57,7 @@ from lightning_tricks.logs.ledger_diff import compare
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOSS
+from lightning_tricks.models.moe import Mixture
 
 ROWS, LENGTH, STEPS = 4, 8, 10
 NOT_FINITE, TOO_HIGH = 2, (5, 6)  # steps
@@ -64,11 +66,33 @@ COPY_EVERY = 2  # steps between the copies of SpikeRollback
 SAVE_EVERY = {3: 2, 6: COPY_EVERY, 8: 4}
 
 
+class Layout(NamedTuple):
+    """A mesh of one or two processes.
+
+    Attributes:
+        dims: its sizes.
+        experts: the model has a mixture of experts.
+        seed: of the rows of two processes: the first one that needs no more than 14.
+        refused: levels of other factors.
+    """
+
+    dims: ParallelDims
+    experts: bool = False
+    seed: int = 1
+    refused: tuple[tuple[str, Any], ...] = ()
+
+
 LAYOUTS = {
-    "one process": ParallelDims().of_world(1),
-    "two shards": ParallelDims().of_world(2),
-    "two tensor ranks": ParallelDims(tensor=2).of_world(2),
+    "one process": Layout(ParallelDims().of_world(1)),
+    "two shards": Layout(ParallelDims().of_world(2), experts=True),
+    "two tensor ranks": Layout(ParallelDims(tensor=2).of_world(2), seed=3),
+    "two stages": Layout(ParallelDims(pipeline=2).of_world(2), seed=4, refused=(("precision", "FP16Mixed"),)),
 }
+EXPERTS = Llama(
+    vocab_size=64, d_model=16, n_layers=2, n_heads=2, max_seq_len=LENGTH,
+    n_experts=4, experts_per_token=2, d_expert=16, balance="none", router_z_weight=0.01,
+)  # fmt: skip
+MICRO_BATCHES = 2  # of the rows of a micro-batch, which stages compute one after the other
 
 
 class EmbeddingNorm(nn.Linear):
@@ -81,11 +105,14 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
     Args:
         tokens: that count. `all`: it returns the mean loss of its rows. `ragged`: the mean of the labels that count is
             TokenMeanMixin's; `none on one rank`: of a third of the steps, the last rank has none.
+        parts: of a micro-batch, each with running statistics and dropout of its own, as stages compute them. What the
+            second stage drops is not what one process would: the first block alone drops.
+        experts: it has a mixture of them.
     """
 
-    def __init__(self, dropout: float, poisoned: bool, tokens: str, **kwargs: Any) -> None:
+    def __init__(self, dropout: float, poisoned: bool, tokens: str, parts: int, experts: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.poisoned, self.tokens = poisoned, tokens
+        self.poisoned, self.tokens, self.parts = poisoned, tokens, parts
         self.sums: list[tuple[int, float, float]] = []  # of each micro-batch: step, sum of the losses, their number
         self.embedding = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(
@@ -93,12 +120,15 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
                 EmbeddingNorm(16, 32, bias=False),
                 nn.BatchNorm1d(LENGTH),
                 nn.ReLU(),
-                nn.Dropout(dropout),
+                nn.Dropout(dropout if first else 0.0),
                 nn.Linear(32, 16, bias=False),
             )
-            for _ in range(2)
+            for first in (True, False)
         )
         self.convolution, self.norm = nn.Conv1d(16, 16, 3, padding=1), nn.LayerNorm(16)
+        self.mixture = Mixture(EXPERTS, None) if experts else None
+        for weight in self.mixture.parameters() if self.mixture else ():
+            nn.init.normal_(weight, std=0.2)
         self.lm_head = nn.Linear(16, 64)
         self.losses: list[tuple[int, float]] = []
         self.validated: list[tuple[int, float]] = []
@@ -109,26 +139,38 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
         divided = dict.fromkeys(("blocks.*.0", "blocks.*.4", "lm_head"), "colwise_gather_output")
         return {**divided, "embedding": "embedding_rowwise"}
 
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for block in self.blocks:
+    def pipeline_plan(self) -> dict[str, str]:
+        return {"embedding": "first", "convolution": "last", "norm": "last", "lm_head": "last"}
+
+    def stage(self, x: Any, blocks: Any, *, last: bool, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(ids) if x is None else x
+        for block in blocks:
             hidden = hidden + block(hidden)
-        return self.lm_head(self.norm(self.convolution(hidden.mT).mT))
+        if not last:
+            return hidden
+        hidden, of_experts = self.convolution(hidden.mT).mT, 0.0
+        if self.mixture is not None:
+            out, of_experts, _ = self.mixture(hidden)
+            hidden = hidden + out
+        logits = self.lm_head(self.norm(hidden)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + of_experts
 
-    def _loss(self, batch: Any) -> Tensor:
-        ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
-        return nn.functional.cross_entropy(self(ids).float().flatten(0, 1), labels.flatten())
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        parts = zip(ids.chunk(self.parts), labels.chunk(self.parts), strict=True)
+        return torch.stack([self.stage(None, self.blocks, last=True, ids=a, labels=b) for a, b in parts]).sum()
 
-    def _nats(self, batch: Any, step: int) -> tuple[Tensor, Tensor, int]:
-        """Summed loss and number of the labels that count; and of all labels."""
+    def _nats(self, batch: Any, step: int | None = None) -> tuple[Tensor, Tensor, int]:
+        """Summed loss and number of the labels that count, all of them without a step; and of all labels."""
         ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
         last = self.trainer.strategy.dims.data_ranks - 1 if self.trainer.world_size > 1 else 0
-        kept = labels % 3 > 0
-        if self.tokens == "none on one rank" and step % 3 == 1 and data_rank(self.trainer)[0] == last:
-            kept = torch.zeros_like(kept)
-        labels = labels.masked_fill(~kept, -100)
-        nats = nn.functional.cross_entropy(self(ids).float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return nats, kept.sum(), labels.numel()
+        kept = labels % 3 > 0 if step is not None else torch.ones_like(labels, dtype=torch.bool)
+        if step is not None and step % 3 == 1 and self.tokens == "none on one rank":
+            kept = kept & (data_rank(self.trainer)[0] != last)
+        return self(ids, labels.masked_fill(~kept, -100)), kept.sum(), labels.numel()
+
+    def _loss(self, batch: Any) -> Tensor:
+        nats, _, count = self._nats(batch)
+        return nats / count
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         step = self.trainer.global_step
@@ -158,7 +200,7 @@ class Poison(pl.Callback):
     """Has the running statistics of one step be NaN, as activations that are not finite leave them."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step == NOT_FINITE and pl_module.poisoned:
+        if trainer.global_step == NOT_FINITE and pl_module.poisoned and "0" in dict(pl_module.blocks.named_children()):
             block = pl_module.blocks[0]
             self._hook = block[1].register_forward_pre_hook(lambda _, args: (args[0] * float("nan"),))
 
@@ -245,7 +287,7 @@ def optimizer_of(row: dict[str, Any]) -> Any:
 
 
 def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
-    micro_batch_tokens, ranks = ROWS * LENGTH, LAYOUTS[row["layout"]].data_ranks
+    micro_batch_tokens, ranks = ROWS * LENGTH, LAYOUTS[row["layout"]].dims.data_ranks
     smaller = {"start": ranks, "double_every": 3}
     step_tokens = row["accumulation"] * ranks * micro_batch_tokens
     warm_up = 3 * micro_batch_tokens * ranks if row["BatchSizeWarmup"] and row["accumulation"] == 2 else 0
@@ -287,7 +329,7 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
         return {"datamodule": TokenData(**options, seq_len=LENGTH, micro_batch_size=ROWS)}
     generator = torch.Generator().manual_seed(5)
     # an epoch of 16 micro-batches, or of 15: the last window of two is short
-    ranks = 1 if as_ranks else LAYOUTS[row["layout"]].data_ranks
+    ranks = 1 if as_ranks else LAYOUTS[row["layout"]].dims.data_ranks
     batches = 15 if row["windows"] == "short last one" else 16
     ids = torch.randint(0, 64, (batches * ROWS * ranks, 2, LENGTH), generator=generator)
     order: Any = {"sampler": DistributedSampler(ids, 1, 0)} if as_ranks else {"shuffle": True}
@@ -304,24 +346,31 @@ def fit(
     kill: Kill | None = None,
     resume: Any = None,
     as_ranks: bool = False,
+    in_parts: bool = False,
 ) -> Any:
-    """One run of the row in `folder`; module, Trainer and the exception that ended it."""
+    """One run of the row in `folder`; module, Trainer and the exception that ended it.
+
+    One process computes `as_ranks` what ranks with the same rows do, and `in_parts` what stages do.
+    """
     rank = int(os.environ.get("RANK", 0))
     torch.manual_seed(7 + 100 * rank)  # a user's program may seed each process by itself
     schedule = (
         WarmupConstant(warmup_steps=2) if row["ScheduleFree"] else WarmupStableDecay(warmup_steps=2, decay_fraction=0.2)
     )
     remembers = row["SafeCheckpoint"] or row["ExactResume"]  # the random state
-    options = {"tokens": row["tokens"], "schedule": schedule}
+    layout = LAYOUTS[row["layout"]]
+    parts = MICRO_BATCHES if in_parts else 1
+    options = {"tokens": row["tokens"], "parts": parts, "experts": layout.experts, "schedule": schedule}
     model = Model(0.1 if remembers else 0.0, row["StepGuard"], **options, optimizer=optimizer_of(row))
     plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
         row["precision"]
     ]
-    layout = LAYOUTS[row["layout"]]
     if not row["SafeCheckpoint"] and row["layout"] == "one process":
         plugins = [*plugins, AtomicCheckpointIO()]
     length = {"max_epochs": -1} if row["TotalTokens"] else {"max_steps": STEPS, "max_epochs": -1}
-    strategy = {"strategy": FSDP2Strategy(mesh=layout), "devices": 2} if layout.world > 1 else {"devices": 1}
+    strategy: dict[str, Any] = {"devices": layout.dims.world}
+    if layout.dims.world > 1:
+        strategy["strategy"] = FSDP2Strategy(mesh=layout.dims, pipeline_micro_batches=MICRO_BATCHES)
     trainer = trainer_with(
         *callbacks_of(row, folder), *([kill] if kill else []), default_root_dir=folder, log_every_n_steps=1,
         gradient_clip_val=1.0, accumulate_grad_batches=row["accumulation"], plugins=plugins, limit_val_batches=1,
@@ -348,7 +397,8 @@ def whole_state(module: Any) -> dict[str, Tensor]:
 
 
 MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]
-DECAYING = [*MATRICES, "embedding.weight", "lm_head.weight"]
+MATRICES += [f"mixture.experts.{name}" for name in ("gate", "up", "down")]
+DECAYING = [*MATRICES, "embedding.weight", "lm_head.weight", "mixture.router.weight"]
 
 
 def groups_of(optimizer: Any) -> dict[str, Any]:
@@ -372,7 +422,8 @@ def state_of(model: Any, trainer: Any) -> dict[str, Any]:
     """What two equal runs have in common at their end."""
 
     def counts(name: str) -> bool:
-        return trainer.is_global_zero or "running" not in name  # rank 0's running statistics are those of a checkpoint
+        # a checkpoint has the running statistics of the first data rank
+        return data_rank(trainer)[0] == 0 or "running" not in name
 
     optimizer = trainer.optimizers[0].state_dict()
     weights = {name: value for name, value in whole_state(model).items() if counts(name)}
@@ -479,7 +530,7 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> tuple[list[str],
     found += different("groups", by_hand, groups_of(trainer.optimizers[0]))
     if trainer.is_global_zero:
         begun = ends_of(trainer).first_weights
-        built = {name: value.to(begun[name].dtype) for name, value in model.built_with.items()}
+        built = {name: model.built_with[name].to(value.dtype) for name, value in begun.items()}
         found += different("first weights of rank 0", built, begun)
     if row["RunLedger"] and trainer.is_global_zero:
         comparison = compare(*(read_ledger(place / "ledger.jsonl") for place in (folder / "whole", kept)), 0.0)

@@ -46,8 +46,10 @@ ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "ac
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
+FORBIDDEN += [{"layout": name, factor: level} for name, layout in LAYOUTS.items() for factor, level in layout.refused]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
-SEEDS = {"two shards": 1, "two tensor ranks": 3}  # the first ones that need no more than 14 rows
+OF_TWO = [name for name, layout in LAYOUTS.items() if layout.dims.world == 2]
+SAME_ROWS = [name for name in OF_TWO if LAYOUTS[name].dims.data_ranks == 1]  # on both ranks
 PARTS = 3  # for as many workers
 # other sums of the same numbers: of fp32, of weights in fp16, of gradients and updates in bf16
 BOUNDS = {"fp32": 1e-4, "FP16Mixed": 2e-3, "BF16True": 2e-2}
@@ -56,13 +58,15 @@ BOUNDS = {"fp32": 1e-4, "FP16Mixed": 2e-3, "BF16True": 2e-2}
 @cache
 def rows_in_two(layout: str) -> list[dict[str, Any]]:
     """Rows in which all pairs of the other settings meet."""
-    return [{"layout": layout, **row} for row in covering_array(OTHERS, FORBIDDEN, strength=2, seed=SEEDS[layout])]
+    one, forbidden = LAYOUTS[layout], [each for each in FORBIDDEN if "layout" not in each]
+    levels = {name: tuple(each for each in OTHERS[name] if (name, each) not in one.refused) for name in OTHERS}
+    return [{"layout": layout, **row} for row in covering_array(levels, forbidden, strength=2, seed=one.seed)]
 
 
 @cache
 def rows_in_one() -> list[dict[str, Any]]:
     """Rows of one process, for the threes that are missing in those of two."""
-    given = list(chain(*map(rows_in_two, SEEDS)))
+    given = list(chain(*map(rows_in_two, OF_TWO)))
     return covering_array({**FACTORS, "layout": ("one process",)}, FORBIDDEN, given=given)
 
 
@@ -89,10 +93,10 @@ def report(rows: list[dict[str, Any]], folder: Path, tokens: Path) -> list[dict[
 
 
 def test_each_three_settings_meet_in_one_row():
-    rows = [*rows_in_one(), *chain(*map(rows_in_two, SEEDS))]
+    rows = [*rows_in_one(), *chain(*map(rows_in_two, OF_TWO))]
     held = {frozenset(three) for row in rows for three in combinations(row.items(), 3)}
     assert held == combinations_to_cover(FACTORS, FORBIDDEN, 3)
-    assert len(rows) < 60
+    assert len(rows) < 65
 
 
 @pytest.mark.long
@@ -114,24 +118,30 @@ def test_the_first_row_in_two_shards_is_killed_and_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
-def test_in_two_shards_a_killed_run_goes_on_to_the_bit(part, tmp_path):
+@pytest.mark.parametrize("layout", [name for name in OF_TWO if name not in SAME_ROWS])
+def test_on_ranks_of_other_rows_a_killed_run_goes_on_to_the_bit(layout, part, tmp_path):
     write_token_files(tmp_path / "tokens")
-    processes.run(in_two, rows_in_two("two shards")[1:][part::PARTS], tmp_path)
+    rows = rows_in_two(layout)[layout == "two shards" :]  # the first of these is the canary
+    processes.run(in_two, rows[part::PARTS], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
-def test_on_two_tensor_ranks_a_killed_run_goes_on_to_the_bit_and_trains_as_one_process(part, tmp_path):
-    tokens, rows = write_token_files(tmp_path / "tokens"), rows_in_two("two tensor ranks")[part::PARTS]
+@pytest.mark.parametrize("layout", SAME_ROWS)
+def test_on_ranks_of_the_same_rows_a_killed_run_goes_on_to_the_bit_and_trains_as_one_process(layout, part, tmp_path):
+    tokens, rows = write_token_files(tmp_path / "tokens"), rows_in_two(layout)[part::PARTS]
     started = processes.start(in_two, rows, tmp_path)
+    as_one = {"as_ranks": True, "in_parts": LAYOUTS[layout].dims.pipeline > 1}
     alone = [
-        curves_of({**row, "layout": "one process"}, tmp_path / f"alone {number}", tokens, as_ranks=True)
+        curves_of({**row, "layout": "one process"}, tmp_path / f"alone {number}", tokens, **as_one)
         for number, row in enumerate(rows)
     ]
     first, second = processes.end(started)
     assert different("rank 1", first, second) == []
     for row, mine, one in zip(rows, first, alone, strict=True):
         assert flat(mine) == pytest.approx(flat(one), rel=BOUNDS[row["precision"]], nan_ok=True), in_words(row)
+    acted = {name for curves in first for _, name, value in curves["logged"] if value}
+    assert {"guard/skipped_steps", "guard/rollbacks"} <= acted
 
 
 def resume(rank: int, row: dict[str, Any], checkpoint: Path, folder: Path, tokens: Path) -> dict[str, Any]:

@@ -137,6 +137,27 @@ class Foreign(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
+class OfThePage(pl.LightningModule):
+    """The model of docs/pipeline.md, by that page's own code."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        page = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+        names: dict[str, Any] = {}
+        exec(page.split("```python\n")[1].split("\nmodel = Model()")[0], names)
+        self.model = names["Model"](depth=depth)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        return self.model(tokens, tokens.roll(-1, 1)) / tokens.numel()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
 class OwnRows(Foreign):
     """Each process reads rows of its own, as a loader does that is seeded by the process."""
 
@@ -187,6 +208,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "forgets": lambda: Foreign(forgets=True),
     "forgets, from zero": lambda: Foreign(forgets=True, zero_head=True),
     "own rows": OwnRows,
+    "of the page": OfThePage,
+    "of the page, 5 layers": lambda: OfThePage(5),
 }
 
 
@@ -233,11 +256,12 @@ def weights_of(module: Any) -> dict[str, Tensor]:
 
 
 class Look(pl.Callback):
-    """Takes the first weights, and the gradients before the first step, whole."""
+    """Takes the first weights, and the gradients before the first step, whole; and the FLOPs in MFUMonitor's line."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
+        self.flops: list[float] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = weights_of(pl_module)
@@ -245,6 +269,10 @@ class Look(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 0:
             self.gradients = {name: whole(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        found = next(each for each in trainer.callbacks if isinstance(each, MFUMonitor))._batch_flops
+        self.flops = [found.of_one(LENGTH)[0]] if found else []
 
 
 class Save(pl.Callback):
@@ -299,7 +327,7 @@ def train(
     )  # fmt: skip
     torch.manual_seed(0)
     module = MODELS[case.model]()
-    validated = isinstance(module, LanguageModel)
+    validated = isinstance(module, LanguageModel | OfThePage)
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         trainer.fit(module, batches(case, *place), batches(case, *place, 1) if validated else None, ckpt_path=resume)
     logged: dict[str, list[float]] = {}
@@ -311,6 +339,7 @@ def train(
     for name, times in (("tokens_per_second", 1), ("model_flops_per_second", devices)):
         rates = logged.get(f"throughput/{name}", [])
         logged[name] = [round(a * b) * times for a, b in zip(rates, seconds, strict=True)] if rates else []
+    logged["flops_per_token"] = look.flops
     weights = weights_of(module)
     moved = {name: weight - look.weights[name] for name, weight in weights.items()}
     first_sum = json.loads(ledger.read_text().splitlines()[0])["weights"] if ledger.exists() else None
@@ -356,16 +385,17 @@ OF_EXPERTS = {
     "one has half": Case("experts, adamw", ParallelDims(expert=2), guarded=True, repeats=True),
     "one has a quarter": Case("experts, adamw", ParallelDims(expert=4), guarded=True, repeats=True),
     "shards": Case("experts, adamw", ParallelDims(), guarded=True, repeats=True),
+    "stages": Case("experts, adamw", ParallelDims(pipeline=2), repeats=True),
 }
 
 
 def experts_saved_and_resumed(rank: int, folder: Path) -> dict[Any, Found]:
-    """The unbroken run of each layout, resumes from the checkpoint of the first one, and of it from the others'."""
+    """The unbroken run of each layout, resumes from the checkpoints of it and of the first one, and of that from all."""
     found: dict[Any, Found] = {}
     for saver, case in OF_EXPERTS.items():
         found[saver] = on_the_mesh(case, rank, 4, save=folder / saver)
     first = next(iter(OF_EXPERTS))
-    pairs = [(saver, opener) for saver in OF_EXPERTS for opener in OF_EXPERTS if first in (saver, opener)]
+    pairs = [(a, b) for a in OF_EXPERTS for b in OF_EXPERTS if first in (a, b) or a == b]
     for saver, opener in pairs:
         found[saver, opener] = on_the_mesh(OF_EXPERTS[opener], rank, 4, resume=folder / saver)
     return found

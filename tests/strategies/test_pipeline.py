@@ -21,6 +21,10 @@ TWO = {
         "deep", STAGES, {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "full"}
     ),
     "watched": Case("deep", STAGES, {"pipeline_schedule": "GPipe", "pipeline_micro_batches": 1}, guarded=True),
+    "1F1B, a model of the page": Case("of the page", STAGES),
+    "Interleaved1F1B, 5 layers for 4 stages": Case(
+        "of the page, 5 layers", STAGES, {"pipeline_schedule": "Interleaved1F1B"}, accumulate=2
+    ),
     "1F1B, experts": Case("deep experts", STAGES, {"activation_checkpointing": "selective"}, accumulate=2),
     "Interleaved1F1B, experts": Case("deep experts", STAGES, {"pipeline_schedule": "Interleaved1F1B"}),
     "InterleavedZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "InterleavedZeroBubble"}),

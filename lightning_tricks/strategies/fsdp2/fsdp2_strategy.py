@@ -528,7 +528,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         elif "://" in str(path):
             raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")
         else:
-            state, record = sharded_checkpoint.shards_to_save(checkpoint), record_of(checkpoint)
+            state = sharded_checkpoint.shards_to_save(checkpoint, self.groups.stage)
+            record = record_of(checkpoint)
             self._folder_writer.save(Path(path), state, sharded_checkpoint.write_shards, record, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

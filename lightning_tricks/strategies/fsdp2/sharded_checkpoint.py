@@ -82,19 +82,26 @@ def _refuse_local_state(module: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def shards_to_save(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This rank's shards of a checkpoint by key, in nested dicts, and everything else, which only rank 0 has."""
+def shards_to_save(checkpoint: Mapping[str, Any], stage: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's shards of a checkpoint by key, in nested dicts, and everything else, which only rank 0 has.
+
+    Args:
+        checkpoint: of Lightning.
+        stage: process group of the ranks that have the same layers; None: all. Its first rank has its whole tensors.
+    """
     rest = dict(checkpoint)
     shards = {key: rest.pop(key) for key in ("state_dict", AVERAGES) if key in rest}
     shards |= {f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))}
-    return (shards, rest) if dist.get_rank() == 0 else (_only_sharded(shards), {})
+    if dist.get_rank() == 0:
+        return shards, rest
+    return _only(Tensor if dist.get_rank(stage) == 0 else DTensor, shards), {}
 
 
-def _only_sharded(tree: Any) -> Any:
-    """The DTensors of a nested dict."""
+def _only(kind: type[Tensor], tree: Any) -> Any:
+    """The tensors of a kind in a nested dict."""
     if not isinstance(tree, dict):
         return tree
-    return {key: _only_sharded(value) for key, value in tree.items() if isinstance(value, DTensor | dict)}
+    return {key: _only(kind, value) for key, value in tree.items() if isinstance(value, kind | dict)}
 
 
 def write_shards(state: tuple[dict[str, Any], dict[str, Any]], folder: Path, group: Any) -> dict[str, int]:

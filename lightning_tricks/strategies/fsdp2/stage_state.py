@@ -59,7 +59,8 @@ def of_stage(module: nn.Module, group_names: Sequence[Sequence[str]], state_dict
         _group(group, {name: entry for name, entry in _entries(group).items() if name not in absent})
         for group in state_dict["param_groups"]
     ]
-    state = {name: entry for name, entry in state_dict["state"].items() if name not in absent}
+    saved = state_dict.get("state", {})  # a folder of an optimizer without state has none
+    state = {name: entry for name, entry in saved.items() if name not in absent}
     return {**state_dict, "state": state, "param_groups": groups}
 
 
