@@ -151,7 +151,7 @@ def parallelize(
             mp_policy=options.policy, offload_policy=options.offload, reshard_after_forward=reshard,
         )  # fmt: skip
     for root in (module,) if roots is None else roots:
-        own = blocks.values() if roots is None else root.blocks  # type: ignore[union-attr]
+        own: Any = blocks.values() if roots is None else root.blocks
         shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
