@@ -27,6 +27,9 @@ DEVICES = {
     "llama7b_deepspeed": "h100",
     "llama70b": "h100",
     "llama405b": "h100",
+    "llama405b_3d": "h100",
+    "mixtral_8x7b": "h100",
+    "moe_671b": "h100",
 }
 
 

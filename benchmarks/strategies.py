@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.stage_file import write
-from benchmarks.strategy_rows import BATCH, LENGTH, ROWS
+from benchmarks.strategy_rows import BATCH, LENGTH, ROWS, TRIALS, adamw
 from benchmarks.strategy_runs import Found, open_rows, start, train_row
 
 # The largest differences from one process that rounding explains: absolute for losses, relative for the rest.
@@ -94,6 +94,13 @@ def gradient_gap(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     return largest(float((mine[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs)
 
 
+def settings(row: str, table: str) -> list[list[str]]:
+    """The entries of a table of parameter groups, without the counts where a rank has some of the layers only."""
+    lines = [line.split() for line in table.splitlines()]
+    mesh = ROWS[row].mesh
+    return lines if mesh is None or mesh.pipeline == 1 else [[line[0], *line[3:]] for line in lines]
+
+
 def exactness(whole: Sequence[Found], resumed: Sequence[Found], save_at: int) -> dict[str, Any]:
     """How a run that went on from its checkpoint differs from the one that was not interrupted, on any rank."""
     for rank in resumed:
@@ -123,7 +130,7 @@ def gap_or_line(found: Sequence[Found], losses: Sequence[float]) -> float | str:
 def trial_misses(trial: str, figures: dict[str, Any]) -> Iterator[str]:
     """One line for each figure of a trial that differs from one process."""
     # AdamW's later norms are of weights that differ by rounding, divided by gradients of next to nothing
-    norm = figures["first_norm" if trial == "adamw" else "norm"]
+    norm = figures["first_norm" if TRIALS[trial].optimizer is adamw else "norm"]
     for kind, value in (("loss", figures["loss"]), ("norm", norm), ("gradient", figures["gradient"])):
         if not value <= BOUNDS[kind]:
             yield f"{trial}: {kind} {value:.1e}"
@@ -214,12 +221,13 @@ class Table:
             if of == name and other != name
         }
         bytes_held = max((rank[saved]["bytes"] for rank in found), key=lambda held: held["total"])
-        grouped = found[0]["adamw"]
+        grouped = found[0][saved]
         return {
             "row": name,
             "processes": ROWS[name].processes,
             "trials": figures,
-            "groups": grouped.get("refused") or grouped["groups"] == one["adamw"]["groups"],
+            "groups": grouped.get("refused")
+            or settings(name, grouped["groups"]) == settings(name, one[saved]["groups"]),
             "bytes": bytes_held,
             "share": bytes_held["total"] / one[saved]["bytes"]["total"],
             "resume": exactness([rank[saved] for rank in found], opened[name, name], self.save_at),

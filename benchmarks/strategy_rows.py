@@ -5,6 +5,7 @@ The batches are the same in every row; a process takes its part of each, and the
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_tricks import (
+    GPT2,
     DeepSpeedZeROStrategy,
     FSDP2Strategy,
     LanguageModel,
@@ -26,6 +28,11 @@ from lightning_tricks.optim import groups_table
 
 BATCH, LENGTH, VOCABULARY = 8, 32, 64
 CONFIG = Llama(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH)
+TIED = GPT2(vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH, bias=False)
+EXPERTS = Llama(
+    vocab_size=VOCABULARY, d_model=128, n_layers=4, n_heads=4, max_seq_len=LENGTH, n_experts=8, d_expert=128,
+    n_shared_experts=1, dense_layers=1, router_z_weight=0.01, sequence_balance_weight=0.01,
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -68,9 +75,12 @@ def on_mesh(processes: int, mesh: ParallelDims, *trials: str, needs: str | None 
     return Row(processes, lambda: FSDP2Strategy(mesh=mesh, **options), given, needs, mesh)
 
 
-_PLAIN = ("adamw", "sgd")  # of a mesh with context ranks, which a foreign module does not know
+_PLAIN = ("adamw", "sgd")  # of a mesh that a foreign module does not know
+_STAGES = ParallelDims(pipeline=2)
 ROWS = {
-    "one": Row(1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face")),
+    "one": Row(
+        1, lambda: "auto", ("adamw", "sgd", "foreign", "hugging_face", "tied", "tied_sgd", "experts", "experts_sgd")
+    ),
     "ddp": Row(2, lambda: "ddp"),
     "fsdp2": Row(2, FSDP2Strategy),
     "fsdp2_compiled": Row(2, lambda: FSDP2Strategy(compile_blocks=True), needs="a C++ compiler"),
@@ -84,6 +94,14 @@ ROWS = {
     "fsdp2_context": on_mesh(4, ParallelDims(context=2), *_PLAIN),
     "tensor_context": on_mesh(4, ParallelDims(tensor=2, context=2), *_PLAIN),
     "hsdp_tensor": on_mesh(8, ParallelDims(replicate=2, tensor=2)),
+    "pipeline_gpipe": on_mesh(2, _STAGES, *_PLAIN, pipeline_schedule="GPipe"),
+    "pipeline_1f1b": on_mesh(2, _STAGES, *_PLAIN),
+    "pipeline_interleaved": on_mesh(2, _STAGES, *_PLAIN, pipeline_schedule="Interleaved1F1B"),
+    "pipeline_zbv": on_mesh(2, _STAGES, *_PLAIN, pipeline_schedule="ZBVZeroBubble"),
+    "pipeline_tied": on_mesh(2, _STAGES, "tied", "tied_sgd"),
+    "expert": on_mesh(2, ParallelDims(expert=2), "experts", "experts_sgd"),
+    "fsdp2_expert": on_mesh(4, ParallelDims(expert=2), "experts", "experts_sgd"),
+    "pipeline_tensor_fsdp2": on_mesh(8, ParallelDims(pipeline=2, tensor=2), *_PLAIN),
     "zero1": Row(2, lambda: DeepSpeedZeROStrategy(1), needs="deepspeed"),
     "zero2": Row(2, lambda: DeepSpeedZeROStrategy(2), needs="deepspeed"),
     "zero3": Row(2, lambda: DeepSpeedZeROStrategy(3), needs="deepspeed"),
@@ -93,8 +111,8 @@ ROWS = {
 class Ours(LanguageModel):
     """With decay groups and a schedule, as in the recipes."""
 
-    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__(CONFIG, optimizer=optimizer, schedule=WarmupCosine(warmup_steps=2))
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer], config: Any = CONFIG) -> None:
+        super().__init__(config, optimizer=optimizer, schedule=WarmupCosine(warmup_steps=2))
         self.groups = ""
 
     def configure_optimizers(self) -> Any:
@@ -167,6 +185,10 @@ class Trial(NamedTuple):
 TRIALS = {
     "adamw": Trial(Ours, adamw, 1.0),
     "sgd": Trial(Ours, sgd, 0.3),
+    "tied": Trial(partial(Ours, config=TIED), adamw, 1.0),
+    "tied_sgd": Trial(partial(Ours, config=TIED), sgd, 0.3),
+    "experts": Trial(partial(Ours, config=EXPERTS), adamw, 1.0),
+    "experts_sgd": Trial(partial(Ours, config=EXPERTS), sgd, 0.3),
     "foreign": Trial(Foreign, sgd, 0.1),
     "hugging_face": Trial(HuggingFace, sgd, 0.1),
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -29,6 +30,7 @@ from lightning_tricks import GradNormMonitor, LRMonitor, MFUMonitor, consolidate
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.run_facts import stage_groups
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 
 TIME_LIMIT = 240.0  # seconds for the processes of one job
@@ -71,7 +73,12 @@ def whole_gradients(trainer: Any, module: Any) -> dict[str, Tensor]:
         scale = trainer.optimizers[0].external_loss_scale or 1.0
         return {name: safe_get_full_grad(p).detach().clone() / scale for name, p in named}
     grads = {clean_name(name): p.grad for name, p in named}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).detach().clone() for name, g in grads.items()}
+    whole = {name: (g.full_tensor() if isinstance(g, DTensor) else g).detach().clone() for name, g in grads.items()}
+    if (groups := stage_groups(trainer)) is not None:
+        parts: list[Any] = [None] * dist.get_world_size(groups[1])
+        dist.all_gather_object(parts, whole, group=groups[1])
+        whole = {name: gradient for part in parts for name, gradient in part.items()}
+    return whole
 
 
 def local(tensor: Tensor) -> Tensor:

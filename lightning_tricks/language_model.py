@@ -54,7 +54,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     GradNormMonitor and MFUMonitor, PrecisionMonitor where the precision plugin scales the loss or multiplies in fp8,
     and ScheduleFree where the optimizer is schedule-free, unless the Trainer has its own.
     A batch is a dict of `input_ids` and `labels`, both (B, T) int64, labels of -100 not counted; optional are
-    `document_ids` (B, T), to attend within documents only, and `n_bytes` (B,), the bytes that the labels stand for.
+    `document_ids` (B, T), to attend within documents only, with `document_starts` (B, N), see `Decoder.forward`, and
+    `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on earlier use of the random state.
 
     With experts, it moves the biases of their routers after each optimizer step, by the tokens of all ranks, and logs
@@ -286,17 +287,20 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         again = recompute_flops_per_token(self.config, seq_len, attention, self.activation_checkpointing)
         return training_flops_per_token(self.config, seq_len, attention), again
 
-    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:
         """Logits (B, T, vocabulary) of token ids (B, T)."""
         assert self.decoder is not None, "call configure_model() first, or let a Trainer do it"
-        return self.decoder(input_ids, document_ids)
+        return self.decoder(input_ids, document_ids, document_starts=document_starts)
 
     def token_sums(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss in nats, summed, and number of the labels that count, of this rank's part; scalars on the device."""
         _check_batch(batch)
         assert self.decoder is not None
         labels = batch["labels"]
-        nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels)
+        starts = batch.get("document_starts")
+        nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels, document_starts=starts)
         return nats, (self.decoder.own_part(labels) != IGNORED).sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -335,7 +339,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Log-probability of each label given the tokens before: (B, T) fp32, in nats, NaN where it does not count."""
         _check_batch(batch)
-        logits = self(batch["input_ids"], batch.get("document_ids")).float()
+        logits = self(batch["input_ids"], batch.get("document_ids"), batch.get("document_starts")).float()
         assert self.decoder is not None
         labels = self.decoder.own_part(batch["labels"])
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
+from lightning_tricks.commands.check.checks import Checked, layout
 from lightning_tricks.data import ShardWriter
 from lightning_tricks.parallel.dims import Mesh
 from lightning_tricks.parallel.parallelize import ParallelOptions, parallelize
@@ -34,10 +35,14 @@ PARAMETERS = {
     "llama7b_deepspeed": 6_738_415_616,
     "llama70b": 70_553_706_496,
     "llama405b": 405_853_388_800,
+    "llama405b_3d": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "moe_671b": 666_776_728_576,
 }
 TOKENS_A_STEP = {
     "gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288,
     "llama7b_deepspeed": 4_194_304, "llama70b": 16_777_216, "llama405b": 16_777_216,
+    "llama405b_3d": 16_777_216, "mixtral_8x7b": 4_194_304, "moe_671b": 62_914_560,
 }  # fmt: skip
 
 
@@ -126,7 +131,9 @@ def bytes_on_a_device(model, trainer, world):
     if not isinstance(strategy, FSDP2Strategy):
         return 16 * elements
     world(processes(trainer))
-    parallelize(model, Mesh.of(strategy.dims_of(processes(trainer)), "cpu"), ParallelOptions())
+    dims = strategy.dims_of(processes(trainer))
+    cut = strategy.cut_stages(model, dims, dims.pipeline // 2 * dims.stride("pipeline"))  # a stage in the middle
+    parallelize(model, Mesh.of(dims, "cpu"), ParallelOptions(), list(cut.stages.values()) if cut else None)
     return 4 * local_bytes(model)
 
 
@@ -141,6 +148,13 @@ def test_a_device_holds_what_the_header_says(name, part, world, capsys):
     said = re.search(r"AdamW's state are ([\d.]+) GiB|16 bytes a parameter and device, ([\d.]+) GiB", header(name))
     assert said, "the header says how much a device holds"
     assert f"{held:.1f}" == next(figure for figure in said.groups() if figure)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama405b", "llama405b_3d", "mixtral_8x7b", "moe_671b"])
+def test_the_ranks_of_a_cluster_send_the_same(name):
+    model, data, trainer = load_recipe(*configs(name))
+    assert re.search(r"send the same \d+ collectives", layout(Checked(model, data, trainer)))
 
 
 def header(name):

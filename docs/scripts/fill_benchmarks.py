@@ -67,6 +67,20 @@ def decoder_parts(result: dict[str, Any]) -> dict[str, str]:
     return {"parts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
 
 
+def packed_documents(result: dict[str, Any]) -> dict[str, str]:
+    """Attention within documents."""
+    from benchmarks.packed_documents import table
+
+    described = result["machine"]
+    said = (
+        "CPU time of attention over that with a dense mask, forward and backward pass on one thread; in brackets the "
+        f"extremes over {result['rounds']} rounds. Measured {described['date'][:10]} by `python -m "
+        f"benchmarks.packed_documents` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
+        f"{result['load_average'][0]:.1f} at the end, torch {described['versions']['torch']}."
+    )
+    return {"packed documents": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+
+
 def muon_cost(result: dict[str, Any]) -> dict[str, str]:
     """A step of Muon."""
     from benchmarks.muon_cost import table
@@ -115,4 +129,5 @@ FILLERS = {
     "kept-memory": Filler("decoder.md", kept_memory),
     "lightning-suite": Filler("existing_projects.md", lightning_suite),
     "muon-cost": Filler("muon.md", muon_cost),
+    "packed-documents": Filler("speed.md", packed_documents),
 }

@@ -20,6 +20,14 @@ TITLES = {
     "fsdp2_context": "`mesh: {shard: 2, context: 2}`",
     "tensor_context": "`mesh: {tensor: 2, context: 2}`",
     "hsdp_tensor": "`mesh: {replicate: 2, shard: 2, tensor: 2}`",
+    "pipeline_gpipe": "`mesh: {pipeline: 2}`, `GPipe`",
+    "pipeline_1f1b": "`mesh: {pipeline: 2}`",
+    "pipeline_interleaved": "`mesh: {pipeline: 2}`, `Interleaved1F1B`",
+    "pipeline_zbv": "`mesh: {pipeline: 2}`, `ZBVZeroBubble`",
+    "pipeline_tied": "`mesh: {pipeline: 2}`, tied head",
+    "pipeline_tensor_fsdp2": "`mesh: {pipeline: 2, shard: 2, tensor: 2}`",
+    "expert": "`mesh: {expert: 2}`, experts",
+    "fsdp2_expert": "`mesh: {shard: 4, expert: 2}`, experts",
     "zero1": "`DeepSpeedZeROStrategy(stage=1)`",
     "zero2": "`DeepSpeedZeROStrategy(stage=2)`",
     "zero3": "`DeepSpeedZeROStrategy(stage=3)`",
@@ -65,10 +73,11 @@ def gap(value: float) -> str:
 
 def training(trials: dict[str, Any]) -> list[str]:
     """Largest differences from one process."""
-    sgd, foreign = trials["sgd"], foreign_of(trials)
+    adamw, foreign = next(iter(trials.values())), foreign_of(trials)
+    sgd = next(trial for name, trial in trials.items() if name.endswith("sgd"))
     gradients = max(trial["gradient"] for trial in trials.values())
     not_ours = [gap(foreign["loss"]), gap(foreign["norm"])] if foreign else ["-", "-"]
-    return [gap(trials["adamw"]["loss"]), gap(sgd["loss"]), gap(sgd["norm"]), *not_ours, gap(gradients)]
+    return [gap(adamw["loss"]), gap(sgd["loss"]), gap(sgd["norm"]), *not_ours, gap(gradients)]
 
 
 def foreign_of(trials: dict[str, Any]) -> dict[str, Any] | None:
@@ -78,7 +87,7 @@ def foreign_of(trials: dict[str, Any]) -> dict[str, Any] | None:
 
 def monitors(row: dict[str, Any]) -> list[str]:
     """Whether the monitors say what they say in one process."""
-    adamw, foreign = row["trials"]["adamw"], foreign_of(row["trials"])
+    adamw, foreign = next(iter(row["trials"].values())), foreign_of(row["trials"])
     same = {True: "same", False: "differ", None: "not counted"}
     norms = f"{gap(adamw['first_norm'])}, {gap(adamw['norm'])}"
     counted = [same[adamw["same_tokens"]], same[adamw["same_flops"]]]

@@ -286,6 +286,10 @@ def _more_formulas() -> dict[Any, Any]:
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
         formulas[f"aten::_scaled_dot_product_{kernel}"] = _attention
         formulas[f"aten::_scaled_dot_product_{kernel}_backward"] = _attention_backward
+    formulas["torch_attn::_varlen_attn"] = _varlen_attention
+    formulas["torch_attn::_varlen_attn_backward"] = lambda grad, *shapes, **_: (
+        2 * _varlen_attention(*shapes[:3], *shapes[5:])  # without the output and its sums
+    )
     found = {}
     for name, formula in formulas.items():
         namespace, _, operator = name.partition("::")
@@ -301,6 +305,11 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None,
 
 def _attention_backward(grad: Any, *shapes: Any, **options: Any) -> int:
     return 2 * _attention(*shapes, **options)
+
+
+def _varlen_attention(query: Any, key: Any, value: Any, *others: Any, out_shape: Any = None, **_: Any) -> int:
+    """Of rows laid one after the other, (tokens, heads, head_dim); `others[3]` is the length of a row."""
+    return int(2 * prod(query[:-1]) * others[3] * (query[-1] + value[-1]))
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:

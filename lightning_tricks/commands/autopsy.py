@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
@@ -144,8 +143,8 @@ def _spans(labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
 
 def joined(batches: Sequence[Batch], device: torch.device) -> Batch:
     """Rows as one batch on a device."""
-    names: dict[str, list[Tensor]] = {name: [batch[name] for batch in batches] for name in batches[0]}
-    return {name: torch.cat(values).to(device) for name, values in names.items()}
+    names = [name for name in batches[0] if all(name in batch for batch in batches)]  # some may lack document_starts
+    return {name: torch.cat([batch[name] for batch in batches]).to(device) for name in names}
 
 
 @dataclass(frozen=True)

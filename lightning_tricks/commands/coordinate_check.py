@@ -304,4 +304,5 @@ def _batches(data: Any, steps: int) -> list[dict[str, Tensor]]:
     rows, length = data.training_rows(), min(data.seq_len, _LONGEST_ROW)
     count = max(1, _TOKENS // length)
     batches = [[rows[step * count + row] for row in range(count)] for step in range(steps)]
-    return [{name: torch.cat([row[name][:, :length] for row in batch]) for name in batch[0]} for batch in batches]
+    names = [name for name in batches[0][0] if name != "document_starts"]  # of whole rows
+    return [{name: torch.cat([row[name][:, :length] for row in batch]) for name in names} for batch in batches]

@@ -15,6 +15,7 @@ from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import TokenStream
 
 ROWS_AHEAD = 256  # of which the starts are computed at once
+TOKENS_A_START = 64  # a row has room for the starts of one document in so many tokens
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
 
@@ -33,11 +34,28 @@ def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]
     return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
 
 
+def with_documents(input_ids: NDArray[np.int64], eot_id: int) -> dict[str, NDArray[np.int32]]:
+    """`document_ids`, and `document_starts` (B, T // 64) int32, by which attention needs no dense mask.
+
+    A row of the starts has the positions at which its documents begin, then T. Their number is fixed, so that a GPU
+    runs the same kernels for each batch; where a row has more documents, there are no starts.
+    """
+    ids = document_ids(input_ids, eot_id)
+    rows, length = ids.shape
+    starts = np.full((rows, length // TOKENS_A_START), length, dtype=np.int32)
+    if ids[:, -1].max() >= starts.shape[1]:
+        return {"document_ids": ids}
+    row, last = np.nonzero(np.diff(ids, axis=1))
+    starts[:, 0] = 0
+    starts[row, ids[row, last + 1]] = last + 1  # ids count the documents of a row
+    return {"document_ids": ids, "document_starts": starts}
+
+
 class TrainBatches(Dataset[Batch]):
     """Micro-batches by their first row: micro-batch r has rows r..r+micro_batch_size-1 of the order.
 
     Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
-    `eot_id`, also `document_ids` (B, T) int32.
+    `eot_id`, also what `with_documents` gives.
     """
 
     def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
@@ -70,7 +88,8 @@ class TrainBatches(Dataset[Batch]):
             input_ids[row], labels[row] = tokens[:-1], tokens[1:]
         batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         if self.eot_id is not None:
-            batch["document_ids"] = torch.from_numpy(document_ids(input_ids, self.eot_id))
+            found = with_documents(input_ids, self.eot_id)
+            batch |= {name: torch.from_numpy(array) for name, array in found.items()}
         return batch
 
 
@@ -89,7 +108,7 @@ class ValidationBatches(Dataset[Batch]):
         micro_batch_size: B, rows in a batch.
         token_bytes: (vocab_size,) int64, bytes of each token, 0 for special ones; None when not known.
         eot_id: the end-of-text token, None when not known.
-        with_document_ids: add `document_ids` (B, T) int32; needs `eot_id`.
+        with_document_ids: add what `with_documents` gives; needs `eot_id`.
         rank: this process among those that share the windows.
         world: number of processes that share them.
         byte_corrections: (n, 2) int64, offsets in the stream in their order, and the bytes to add there; None: none.
@@ -135,7 +154,7 @@ class ValidationBatches(Dataset[Batch]):
         elif self.eot_id is not None:
             labels[labels == self.eot_id] = IGNORED
         if self.with_document_ids and self.eot_id is not None:
-            batch["document_ids"] = document_ids(input_ids, self.eot_id)
+            batch |= with_documents(input_ids, self.eot_id)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _corrections(self, index: int) -> NDArray[np.int64]:

@@ -227,7 +227,7 @@ class TextData(TokenDataModule):
         val_fraction: share of the documents held out.
         num_workers: processes that fetch batches; 0 is enough if the shards fit into memory.
         seed: of the order of the training rows.
-        document_ids: add `document_ids`, so that attention can stay within documents.
+        document_ids: add `document_ids` and `document_starts`, so that attention can stay within documents.
         cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
 

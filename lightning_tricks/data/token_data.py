@@ -34,7 +34,7 @@ class TokenData(TokenDataModule):
         micro_batch_size: rows in a batch of one process.
         num_workers: processes that fetch batches.
         seed: of the order of the training rows.
-        document_ids: add `document_ids`, so that attention can stay within documents.
+        document_ids: add `document_ids` and `document_starts`, so that attention can stay within documents.
         eot_id: the end-of-text token; None takes the tokenizer's.
         shard_format: `auto` and `llm.c` read llm.c's header, `nanogpt` takes files as bare uint16.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.

@@ -1,11 +1,13 @@
 """Causal self-attention with rotary positions, norms, a cache of keys and values, and the largest attention logit."""
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
 
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.parallel.context import ContextParallel, Method
@@ -176,10 +178,77 @@ LOGITS_IN_A_SLICE = 2**24
 QUERIES_IN_A_SLICE = 256
 
 
+# In tokens: here a call of torch's CPU kernel for each document takes 0.53 of the dense mask's time in fp32 and 1.06 in
+# bf16 with 2 heads of 32, less with more heads or longer rows. Half the documents' length gives 0.48 and 1.54, half the
+# rows' 0.76 and 2.22 (torch 2.13, `benchmarks/packed_documents.py`). One document a row pays as well.
+BY_DOCUMENTS_FROM = 1024
+MEAN_DOCUMENT_FROM = 64
+# torch 2.12 has `window_size`, `scale` and `enable_gqa`; versions before may lack some of them.
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+_VARLEN_MAX_HEAD_DIM = 192  # flash's backward pass takes wider heads on some GPUs only
+
+
+class Documents(NamedTuple):
+    """Rows of packed documents, to attend in without a dense mask. One object serves all blocks.
+
+    Args:
+        ids: (batch, length) integers, equal for tokens of the same document.
+        offsets: int32, ascending: where documents begin in the rows laid one after the other, and batch * length. A
+            number may stand there more than once.
+        lengths: of the documents, in tokens, where the CPU's kernel runs once for each; None: `varlen_attn` runs.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    lengths: tuple[int, ...] | None
+
+
+Mask = Tensor | Documents
+
+
+def fits_varlen(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash kernel for packed documents takes such queries."""
+    fits = head_dim % 8 == 0 and head_dim <= _VARLEN_MAX_HEAD_DIM and {"window_size", "scale"} <= _VARLEN_OPTIONS
+    return fits and dtype in (torch.bfloat16, torch.float16)
+
+
+def varlen_serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether that kernel runs there: on CUDA from compute capability 8.0."""
+    on_cuda = device.type == "cuda" and torch.version.hip is None
+    return on_cuda and fits_varlen(dtype, head_dim) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def packed_documents(ids: Tensor, starts: Tensor | None, dtype: torch.dtype, head_dim: int) -> Documents | None:
+    """How to attend within documents without a mask; None where the mask is faster, or nothing else serves.
+
+    On a CPU the kernel runs once a document where rows are long and documents are not short. On CUDA all sizes depend
+    on the shapes alone, and nothing waits for the device; that needs `starts`.
+
+    Args:
+        ids: (batch, length) integers, equal for tokens of the same document, which lie side by side.
+        starts: (batch, documents) int32, ascending: the position in the row at which each document begins, then
+            `length` as padding. A CPU does not read them.
+        dtype: of queries and keys.
+        head_dim: width of a head.
+    """
+    rows, length = ids.shape
+    if starts is not None and starts.shape[1] > 0 and varlen_serves(ids.device, dtype, head_dim):
+        begins = (starts + length * torch.arange(rows, device=ids.device).unsqueeze(1)).flatten()
+        return Documents(ids, F.pad(begins, (0, 1), value=rows * length).int(), None)
+    if ids.device.type != "cpu" or length < BY_DOCUMENTS_FROM:
+        return None
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
+    offsets = F.pad(begins, (0, 1), value=rows * length).int()
+    if len(begins) * MEAN_DOCUMENT_FROM > rows * length:
+        return None
+    return Documents(ids, offsets, tuple(offsets.diff().tolist()))
+
+
 def document_mask(document_ids: Tensor) -> Tensor:
     """The tokens that each token may see: itself and the earlier ones of its own document.
 
     The mask is dense: a row of T tokens costs T^2 bytes, and on CUDA the memory-efficient kernel replaces flash.
+    `packed_documents` does without it.
 
     Args:
         document_ids: (batch, length) integers, equal for tokens of the same document.
@@ -190,19 +259,21 @@ def document_mask(document_ids: Tensor) -> Tensor:
     return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, scale: float | None = None) -> Tensor:
     """Softmax-weighted mean of the values at the own and all earlier positions.
 
     Args:
         q: (batch, heads, length, head_dim).
         k: (batch, kv_heads, length, head_dim); each serves heads / kv_heads neighbouring query heads.
         v: as `k`.
-        mask: from `document_mask`, already causal. None: every earlier position.
+        mask: from `document_mask`, already causal, or from `packed_documents`. None: every earlier position.
         scale: of the products of queries and keys. None: 1 / sqrt(head_dim).
 
     Returns:
         (batch, heads, length, head_dim).
     """
+    if isinstance(mask, Documents):
+        return _attention_by_documents(q, k, v, mask, scale)
     by_products = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= PRODUCTS_MAX_LENGTH
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1 and (by_products or mask is not None):
@@ -214,6 +285,30 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=repeats > 1
     )
+
+
+def _attention_by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    batch, heads, length, _ = q.shape
+    # tokens first, all rows one after the other: as the projections leave them, so that nothing is copied
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    if documents.lengths is None:
+        options: dict[str, Any] = {"window_size": (-1, 0), "scale": scale}
+        if "enable_gqa" in _VARLEN_OPTIONS:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        # under autocast torch's norm leaves queries and keys in fp32 on CUDA, and this kernel casts nothing
+        q, k, offsets = q.to(v.dtype), k.to(v.dtype), documents.offsets
+        # the longest document is not known on the host: the row's length is as good
+        out: Any = varlen_attn(q, k, v, offsets, offsets, length, length, **options)
+    else:
+        queries, keys, values = (
+            [x.transpose(0, 1)[None] for x in whole.split(documents.lengths)] for whole in (q, k, v)
+        )
+        alone = [causal_attention(*own, None, scale) for own in zip(queries, keys, values, strict=True)]
+        out = torch.cat([x[0].transpose(0, 1) for x in alone])
+    result: Tensor = out.view(batch, length, heads, -1).transpose(1, 2)
+    return result
 
 
 def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -291,7 +386,7 @@ def continued_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = N
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def max_logit(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | None = None) -> Tensor:
     """The largest number that enters the softmax of `causal_attention`: query times key, times its scale.
 
     The products are computed for some queries of some rows at a time. Arguments as in `causal_attention`.
@@ -303,6 +398,7 @@ def max_logit(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | N
     kv_heads, keys = k.shape[1], k.shape[2]
     queries = max(1, min(length, QUERIES_IN_A_SLICE, LOGITS_IN_A_SLICE // (heads * keys)))
     later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
+    mask = document_mask(mask.ids) if isinstance(mask, Documents) else mask
     mask = None if mask is None else mask.expand(batch, -1, -1, -1)
     largest = []
     for begin in range(0, length, queries):
@@ -355,18 +451,19 @@ class Attention(nn.Module):
             RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity() for width in widths
         )
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
         """Map (batch, length, d_model) to the same shape.
 
         Args:
             x: normalised residual stream.
             rope: tables of `RotaryPositions` for these positions; None: the embedding has added the positions.
-            mask: from `document_mask`, or None; with a `context` from `part_mask`.
+            mask: from `document_mask` or `packed_documents`, or None; with a `context` from `part_mask`.
             cache: keys and values of the tokens before these, to which theirs are added; without a mask.
         """
         q, k = self._queries_and_keys(x, rope)
         v = self._heads(self.v(x)).transpose(1, 2)
         if self.context is not None:
+            assert not isinstance(mask, Documents)  # the ranks have parts of documents
             heads = attention_of_parts(self.context, q, k, v, mask, self.scale)
         elif cache is None:
             heads = causal_attention(q, k, v, mask, self.scale)
@@ -374,7 +471,7 @@ class Attention(nn.Module):
             heads = continued_attention(q, *cache.append(k, v), self.scale)
         return self.o(heads.transpose(1, 2).flatten(2))
 
-    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """`max_logit` of the queries and keys of `forward`, a scalar; arguments as there."""
         q, k = self._queries_and_keys(x, rope)
         if self.context is None:

@@ -15,9 +15,11 @@ from lightning_tricks.models.attention import (
     Attention,
     KVCache,
     LayerCache,
+    Mask,
     Rope,
     RotaryPositions,
     block_norm,
+    packed_documents,
     part_mask,
 )
 from lightning_tricks.models.decoder_config import DecoderConfig, Llama
@@ -78,7 +80,7 @@ class Block(nn.Module):
             self.mlp = MLP(config)
             self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Any:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
         """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`.
 
         Returns:
@@ -90,13 +92,13 @@ class Block(nn.Module):
         own = {"linears": self.n_linears, "router": self.router_linear}
         return checkpointed(self.checkpointing, self._layer, x, rope, mask, **own)
 
-    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
         x = self.attn_norm(x).to(matmul_dtype(x))
         gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
         return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Tensor | None, cache: LayerCache | None = None) -> Any:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
         dtype = matmul_dtype(x)
         x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
         found = self.mlp(self.mlp_norm(x).to(dtype))
@@ -175,20 +177,24 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Logits of the token after each position, or with `labels` the sum of their cross-entropies.
 
         Args:
             input_ids: (batch, length) int64 in [0, vocab_size).
-            document_ids: (batch, length) integers; a token sees tokens of its own document only. None: all before it.
+            document_ids: (batch, length) integers, a document's tokens side by side; a token sees tokens of its own
+                document only. None: all before it.
             labels: (batch, length) int64, the token after each position; -100 does not count. The loss is computed
                 in this call, a slice at a time: the full logits never exist, and shards of the head stay gathered.
             cache: keys and values of the tokens before these, to which theirs are added. Not with `document_ids`.
+            document_starts: (batch, documents) int32: the position in its row at which each document of `document_ids`
+                begins, then `length` as padding. CUDA needs them to attend without a dense mask.
 
         Returns:
             (batch, length, vocab_size), or a scalar in nats, in training with the losses of experts.
         """
-        features, loss = self.features_and_loss(input_ids, document_ids, cache)
+        features, loss = self.features_and_loss(input_ids, document_ids, cache, document_starts)
         if labels is None:
             return self.head(features)
         nats = self.head(features, self.own_part(labels))
@@ -207,6 +213,7 @@ class Decoder(nn.Module):
         last: bool,
         input_ids: Tensor,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Any:
         """What one pipeline stage computes, see `HasStages`; the first one embeds, the last one needs `labels`.
@@ -218,7 +225,8 @@ class Decoder(nn.Module):
             loss = None if self.config.n_experts is None else torch.zeros((), device=x.device)
         else:
             x, loss = hidden if isinstance(hidden, tuple) else (hidden, None)
-        x, loss = self._through(blocks, x, loss, self._rope(x, input_ids.shape[1], 0), self._mask(document_ids))
+        mask = self._mask(document_ids, document_starts, matmul_dtype(x))
+        x, loss = self._through(blocks, x, loss, self._rope(x, input_ids.shape[1], 0), mask)
         if not last:
             return x if loss is None else (x, loss)
         if labels is None:
@@ -277,20 +285,31 @@ class Decoder(nn.Module):
             block.compile()
         self.head.compiled = True
 
-    def features(self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def features(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
         """The input of `head`, (batch, length, d_model), for a loss that applies the head in slices.
 
         It is scaled by muP's multiplier of the logits, base width / width.
         """
-        return self.features_and_loss(input_ids, document_ids, cache)[0]
+        return self.features_and_loss(input_ids, document_ids, cache, document_starts)[0]
 
     def features_and_loss(
-        self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KVCache | None = None
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`features`, and the losses of experts, in nats summed over tokens, to add to that loss; None: no experts."""
         length, begin = input_ids.shape[1], 0 if cache is None else cache.length
         x = self._embedded(input_ids, document_ids, begin)
-        x, loss = self._through(self.blocks, x, None, self._rope(x, length, begin), self._mask(document_ids), cache)
+        mask = self._mask(document_ids, document_starts, matmul_dtype(x))
+        x, loss = self._through(self.blocks, x, None, self._rope(x, length, begin), mask, cache)
         return self._normed(x), loss
 
     def _embedded(self, input_ids: Tensor, document_ids: Tensor | None, begin: int) -> Tensor:
@@ -311,7 +330,7 @@ class Decoder(nn.Module):
         x: Tensor,
         loss: Tensor | None,
         rope: Rope | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after some blocks, and the losses of their experts added to `loss`."""
@@ -335,9 +354,6 @@ class Decoder(nn.Module):
         own = self.context.positions(length, x.device)
         return rope[0][own], rope[1][own]
 
-    def _mask(self, document_ids: Tensor | None) -> Tensor | None:
-        return None if document_ids is None else part_mask(self.context, document_ids)
-
     def _normed(self, x: Tensor) -> Tensor:
         """The input of the head."""
         normed = self.norm(x)
@@ -349,6 +365,17 @@ class Decoder(nn.Module):
         """The routers of the blocks that have experts, by the names of the blocks."""
         blocks = {f"blocks.{number}": cast(Block, block).mlp for number, block in self.blocks.named_children()}
         return {name: mlp.router for name, mlp in blocks.items() if isinstance(mlp, Mixture)}
+
+    def _mask(self, document_ids: Tensor | None, starts: Tensor | None, dtype: torch.dtype) -> Mask | None:
+        """What each token sees, for all blocks. Graphs keep the dense mask on a CPU: lengths differ in each batch."""
+        if document_ids is None:
+            return None
+        parts = self.blocks.modules() if document_ids.device.type == "cpu" else ()
+        compiled = any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in parts)
+        if self.context is not None or compiled or torch.compiler.is_compiling():
+            return part_mask(self.context, document_ids)
+        packed = packed_documents(document_ids, starts, dtype, self.config.head_dim)
+        return part_mask(None, document_ids) if packed is None else packed
 
     def set_activation_checkpointing(self, mode: Mode | None) -> None:
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
@@ -387,15 +414,12 @@ class Decoder(nn.Module):
             own = modules.get(name)
             if isinstance(module, (nn.Linear, nn.Embedding, Router, Experts)):
                 for local, weight in module.named_parameters():
-                    path, mine = f"{name}.{local}".removesuffix(".weight"), weights.get(weight)
+                    path = f"{name}.{local}".removesuffix(".weight")
+                    # what other stages have is drawn all the same, so that the values are those of one process
+                    mine = weights[weight] if weight in weights else torch.empty(weight.shape, device=device)
                     if local == "bias":
-                        if mine is not None:
-                            mine.zero_()
+                        mine.zero_()
                         continue
-                    if (
-                        mine is None
-                    ):  # of another stage: drawn all the same, so that the values are those of one process
-                        mine = torch.empty(weight.shape, device=device)
                     std = scaled if path.endswith(_RESIDUAL_OUTPUTS) else self.config.init_std
                     _draw_normal(mine, std * self._growth(path) ** -0.5, generator)
                 if isinstance(own, Router) and own.bias is not None:

@@ -46,7 +46,8 @@ class ActivationMonitor(ModuleMonitor):
 
     For each block `activations/<block>/rms`, `/max_abs`, `/zero_fraction` and `/nonfinite_fraction` of the first
     floating-point tensor in its output, in the last micro-batch of the step. `<block>` is the submodule's name. Only
-    the block's first run counts: activation checkpointing runs it again. The non-finite fraction is the largest over
+    the block's first run counts: activation checkpointing runs it again, and so do the other parts of a micro-batch
+    under pipeline stages. The non-finite fraction is the largest over
     ranks, so that a NaN on any rank shows; the others are those of rank 0, of its part of the rows under sequence or
     context parallelism.
 

@@ -28,8 +28,9 @@ class AttentionMonitor(ModuleMonitor):
     """Record the largest attention logit of each block on each log step. Never changes training.
 
     `attention/<block>/max_logit` is the largest scaled product of a query and a key that the mask lets meet, in the
-    last micro-batch of the step, over all heads and ranks. Where it keeps growing, attention closes in on single tokens
-    and training may diverge: lower the lr, or normalise queries and keys (`qk_norm` of our decoder).
+    last micro-batch of the step, over all heads and ranks; with pipeline stages, in the first part of that. Where it
+    keeps growing, attention closes in on single tokens and training may diverge: lower the lr, or normalise queries and
+    keys (`qk_norm` of our decoder).
 
     The model's blocks or attention modules need a method `max_attention_logit` with the arguments of their `forward`,
     which returns a scalar tensor. Our decoder's blocks have it. It is called before the block runs, without gradients

@@ -22,7 +22,7 @@ def refuse_shared_rows(trainer: Any, who: str, command: str) -> None:
     ranks = trainer.num_devices * trainer.num_nodes
     if planned_data_ranks(trainer.strategy, trainer.num_devices, trainer.num_nodes) < ranks:
         raise UsageError(
-            f"{who}: tensor and context ranks (mesh) divide the model's rows, whose lengths are fixed: leave "
+            f"{who}: tensor, context and pipeline ranks (mesh) share rows, whose lengths are fixed: leave "
             f"the callback out, and take a checkpoint and the command {command}"
         )
 

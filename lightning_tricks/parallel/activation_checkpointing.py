@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers `torch_attn::_varlen_attn`
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -29,6 +30,7 @@ ATTENTION_OPS = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 # A linear layer without and with bias.

@@ -3,6 +3,7 @@
 `traffic` counts what the ranks of each axis then send, and `layout_table` tells it all in the log.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import match_modules, repeated_blocks, whole_of
+from lightning_tricks._core.protocols import HasStages
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.activation_checkpointing import Mode, checkpoint_block, mode_of
 from lightning_tricks.parallel.context import ContextParallel, Method
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.experts import check_experts, divide_experts, mixtures_of, shard_experts
+from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.shard import largest_group, local_bytes, refuse_unshardable, shard_module
 from lightning_tricks.parallel.tensor import (
     activations_sent,
@@ -134,7 +137,8 @@ def parallelize(
     if dims.tensor > 1:
         divide(module, plan, mesh.tensor, sequence_parallel)
     experts = divide_experts(module, mesh) if dims.expert > 1 else []
-    gathered = largest_group(module, blocks.values())
+    ends = _ends(module)
+    gathered = largest_group(module, [*blocks.values(), *ends])
     if dims.context > 1:
         context = ContextParallel(mesh.context, mesh.device_mesh.device_type, options.context_method)
         for part in in_context:
@@ -151,14 +155,24 @@ def parallelize(
             mp_policy=options.policy, offload_policy=options.offload, reshard_after_forward=reshard,
         )  # fmt: skip
     for root in (module,) if roots is None else roots:
-        own: Any = blocks.values() if roots is None else root.blocks
-        shard_module(root, own, mesh.weights, options.policy, options.offload, reshard)
+        inside = set(map(id, root.modules()))  # by identity: torchmetrics' modules equal everything
+        own, own_ends = ([part for part in parts if id(part) in inside] for parts in (blocks.values(), ends))
+        shard_module(root, own, mesh.weights, options.policy, options.offload, reshard, own_ends)
     return Parallelized(blocks, plan, sequence_parallel, elements, gathered)
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
     """The modules to gather one at a time, by name; see `ParallelOptions.blocks`."""
     return repeated_blocks(module) if patterns is None else match_modules(module, patterns, "FSDP2Strategy.blocks")
+
+
+def _ends(module: nn.Module) -> list[nn.Module]:
+    """Embeddings and heads of models that name the parts which they call beside their blocks; no tied ones."""
+    owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    models = [part for part in module.modules() if isinstance(part, HasStages)]
+    named = [dict(model.named_modules()).get(name) for model in models for name in model.pipeline_plan()]
+    ends = [part for part in named if isinstance(part, nn.Embedding | nn.Linear)]
+    return [part for part in ends if all(owners[id(parameter)] == 1 for parameter in part.parameters())]
 
 
 def _with_context(module: nn.Module) -> list[Any]:
@@ -204,7 +218,9 @@ class Traffic:
         return (self.gathered + self.reduced + self.per_token * tokens) * (self.ranks - 1) / self.ranks
 
 
-def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module) -> list[Traffic]:
+def traffic(
+    dims: ParallelDims, plan: Mapping[str, str], options: ParallelOptions, module: nn.Module, stages: int = 1
+) -> list[Traffic]:
     """What a rank gathers and reduces in each micro-batch, for each axis.
 
     Bytes are those of the whole parts that a collective makes or takes, of which (n - 1) / n come from n - 1 others.
@@ -217,6 +233,7 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         plan: over the tensor ranks.
         options: of `parallelize`.
         module: after it.
+        stages: of each pipeline rank.
     """
     experts = _experts(dims, module)
     others = [parameter for parameter in module.parameters() if parameter not in experts]
@@ -245,6 +262,12 @@ def traffic(dims: ParallelDims, plan: Mapping[str, str], options: ParallelOption
         count = f"{_kib(a_token)} a token, " if a_token else ""
         line = f"{dims.context} context ranks: {count}{what} of each row, and their gradients"
         found.append(Traffic("context", dims.context, per_token=a_token, line=line))
+    if dims.pipeline > 1:
+        # a rank gets each hidden state that the one before has sent, and gradients from the one behind; not the ends
+        embeddings = (part.embedding_dim for part in whole_of(module).modules() if isinstance(part, nn.Embedding))
+        a_token = 2 * stages * next(embeddings, 0) * size
+        line = f"{dims.pipeline} pipeline ranks a token: {_kib(a_token)} of hidden states and their gradients"
+        found.append(Traffic("pipeline", dims.pipeline, per_token=a_token, line=line))
     if dims.expert > 1:
         a_token = size * _sent(module, "sent_between_expert_ranks")
         line = f"{dims.expert} expert ranks a token: {_kib(a_token)} of rows for experts, results and their gradients"
@@ -281,7 +304,9 @@ def _gathered_bytes(shards: int, policy: MixedPrecisionPolicy, parameters: Itera
     return gathered, reduced
 
 
-def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module) -> str:
+def layout_table(
+    dims: ParallelDims, made: Parallelized, options: ParallelOptions, module: nn.Module, cut: Cut | None = None
+) -> str:
     """The lines that tell how `module` was divided, as rank 0 sees it.
 
     Args:
@@ -289,6 +314,7 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
         made: what `parallelize` returned.
         options: that it was given.
         module: after it.
+        cut: the stages, with pipeline ranks.
     """
     names, scalars = list(made.blocks), [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     few = names if len(names) < 3 else [names[0], "...", names[-1]]
@@ -307,10 +333,14 @@ def layout_table(dims: ParallelDims, made: Parallelized, options: ParallelOption
         lines.append(("tensor", f"{len(made.plan)} entries of the plan divide matrices{rows_too}"))
     if dims.context > 1:
         lines.append(("context", f"each rank has 1/{dims.context} of each row; {options.context_method}"))
+    if cut is not None:
+        counts = " ".join(str(len(own)) for own in cut.layers)
+        lines.append(("stages", f"{cut.count}, of {counts} layers; rank 0 has {', '.join(map(str, cut.stages))}"))
     if dims.expert > 1:
         mixtures = len(mixtures_of(module))
         lines.append(("expert", f"each rank has 1/{dims.expert} of the experts of {mixtures:,} mixtures"))
-    lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module)]
+    stages = 1 if cut is None else len(cut.stages)
+    lines += [("sends", f"over {one.line}") for one in traffic(dims, made.plan, options, module, stages)]
     return "\n".join([f"FSDP2 on {dims}", *(f"  {name:<11} {text}" for name, text in lines)])
 
 

@@ -5,7 +5,6 @@ backward pass of the loss, which multiplies them. So a training_step, the zeroin
 backward pass, accumulation and the mean over tokens stay as they are.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name, parameters_by_name, repeated_blocks
 from lightning_tricks._core.protocols import CountsInBackward, HasStages
-from lightning_tricks._core.tensors import OverStages
+from lightning_tricks._core.tensors import OverStages, refuse_second_derivative
 
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 SPLITS_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # into gradients of inputs and of weights
@@ -87,9 +86,8 @@ def find_pipelined(module: nn.Module) -> tuple[str, Any]:
             "pipeline_plan() and stage(), or leave mesh.pipeline at 1"
         )
     name, part = found[0]
-    inside = set(part.parameters())
-    for other, parameter in module.named_parameters():
-        if parameter not in inside:
+    for other, _ in module.named_parameters():
+        if name and not clean_name(other).startswith(f"{name}."):
             raise UsageError(
                 f"mesh.pipeline: parameter '{other}' lies outside of '{name}', which is cut into stages: no stage "
                 "would have it"
@@ -100,7 +98,8 @@ def find_pipelined(module: nn.Module) -> tuple[str, Any]:
 def copy_on_meta(module: nn.Module, done: dict[int, Any] | None = None) -> nn.Module:
     """A copy with all names, classes and attributes of `module`, whose tensors have no values; tied ones stay tied."""
     done = {} if done is None else done
-    made = copy.copy(module)
+    made = object.__new__(type(module))  # not all classes let `copy` do it
+    vars(made).update(vars(module))
     made._modules = {
         name: done[id(part)] if id(part) in done else None if part is None else copy_on_meta(part, done)
         for name, part in module._modules.items()
@@ -123,12 +122,14 @@ class Cut:
     """What `cut` has made of a model.
 
     Attributes:
+        model: what is left of it.
         stages: of this rank, by number.
         count: number of all stages.
         layers: of each stage, by number.
         tied: names of the parameters of which the first and the last stage each have a copy.
     """
 
+    model: Any
     stages: Mapping[int, "Stage"]
     count: int
     layers: Sequence[range]
@@ -192,7 +193,7 @@ def cut(
     tied = (
         [] if both else [name for name in parameters_by_name(model) if name.startswith(tuple(f"{p}." for p in copied))]
     )
-    return Cut(stages, count, layers, tied if {0, count - 1} & set(mine) else [])
+    return Cut(model, dict(sorted(stages.items())), count, layers, tied if {0, count - 1} & set(mine) else [])
 
 
 def _head_in_layers(modules: Mapping[str, nn.Module], last: Sequence[str], blocks: Mapping[str, nn.Module]) -> float:
@@ -243,7 +244,8 @@ class _HasGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, factor: Tensor) -> tuple[None, Tensor, None]:
+        refuse_second_derivative("the loss of a pipeline", "take one process, or tensor ranks")
         if ctx.held is None:
             raise RuntimeError("the loss of a pipeline has one backward pass: call the model again for another one")
         for parameter, gradient in ctx.held.gradients:
@@ -259,15 +261,11 @@ class Pipeline:
     """Calls the stages of a model, on the ranks of one pipeline; all must call, with the same rows.
 
     Args:
-        name: of the model in the LightningModule, for messages.
-        model: cut by `cut`.
-        stages: this rank's, by number, sharded by now.
-        count: number of all stages.
+        made: by `cut`, sharded by now.
         group: process group of the pipeline.
         schedule: torch's schedule.
         micro_batches: into how many parts the rows of a call are divided.
-        tied: names of the parameters of which the first and the last stage each have a copy.
-        ends: group of the first and the last rank of the pipeline, where `tied` are on both.
+        ends: group of the first and the last rank of the pipeline, where tied parameters are on both.
         device: of the hidden states.
 
     Source: torch.distributed.pipelining; Huang et al. 2018 (GPipe), https://arxiv.org/abs/1811.06965; Narayanan et al.
@@ -277,23 +275,18 @@ class Pipeline:
 
     def __init__(
         self,
-        name: str,
-        model: Any,
-        stages: Mapping[int, Stage],
-        count: int,
+        made: Cut,
         group: Any,
         schedule: PipelineSchedule,
         micro_batches: int,
-        tied: Sequence[str],
         ends: Any,
         device: torch.device,
     ) -> None:
-        self.name, self.model, self.stages, self.count = name, model, dict(sorted(stages.items())), count
+        self.model, self.stages, self.count, self.tied, self.ends = made.model, made.stages, made.count, made.tied, ends
         self.group, self.schedule, self.micro_batches, self.device = group, schedule, micro_batches, device
-        self.tied, self.ends = tied, ends
         places = stages_of_ranks(schedule, group.size())
         self._rank_of = {stage: rank for rank, own in enumerate(places) for stage in own}
-        self._signature = inspect.signature(type(model).forward)
+        self._signature = inspect.signature(type(made.model).forward)
         self._made: dict[Any, Any] = {}  # schedules, by the shapes of their inputs
         self._hidden: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -316,7 +309,7 @@ class Pipeline:
         some = {name: value[: rows // self.micro_batches] for name, value in tensors.items()}
         key = tuple((name, tuple(value.shape), value.dtype) for name, value in some.items())
         kind = self.device.type
-        autocast = nullcontext
+        autocast: Any = nullcontext
         if torch.is_autocast_enabled(kind):
             autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
         for stage in self.stages.values():
@@ -430,7 +423,7 @@ class Pipeline:
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if isinstance(gradient, DTensor):  # of tensor ranks: an embedding's is whole, a head's is divided
-                gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(placements=parameter.placements)
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self.ends)
             parameter.grad = gradient
 

@@ -33,6 +33,7 @@ def shard_module(
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool,
+    ends: Collection[nn.Module] = (),
 ) -> None:
     """Replace all parameters of `root` but scalars by shards, which are gathered one block at a time.
 
@@ -50,6 +51,8 @@ def shard_module(
         offload: where the shards lie between the steps.
         reshard_after_forward: whether a block's weights are dropped after its forward pass and gathered again in the
             backward pass; those of the root never are.
+        ends: embeddings and heads outside of the blocks, which are units too. A head's weights stay: its backward pass
+            comes next.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -65,6 +68,9 @@ def shard_module(
         if not isinstance(block, FSDPModule):
             fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
     as_they_come = dataclasses.replace(policy, cast_forward_inputs=False)
+    for end in ends:
+        reshard = reshard_after_forward and isinstance(end, nn.Embedding)
+        fully_shard(end, mp_policy=as_they_come, reshard_after_forward=reshard, **options)
     fully_shard(root, mp_policy=as_they_come, reshard_after_forward=False, **options)
 
 

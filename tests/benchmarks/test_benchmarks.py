@@ -137,6 +137,13 @@ def test_decoder_parts_kept_memory_and_muon_cost(monkeypatch):
     muon_cost.products({(8, 16): 3}, dtype)()
 
 
+def test_packed_documents(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module("packed_documents"), "CASES", ((1, 1024, 4, 2, 1, 8),))
+    module("packed_documents").main(["--rounds", "1", "--out", str(tmp_path / "out.json")])
+    assert "| 1 x 1,024 | 4 | 2 of 8 |" in capsys.readouterr().out
+    assert read(tmp_path / "out.json")["cases"][0]["fp32"]["error"] < 1e-6
+
+
 def test_peers(tmp_path):
     peers = module("peers")
     peer = peers.Peer(peers.BASE, "toy", False, False, tmp_path / "bare")

@@ -24,6 +24,14 @@ def test_a_save_takes_the_time_of_torchs_and_no_memory():
     assert saves["ours"]["memory"] < 0.1 * newest["gib"]
 
 
+def test_attention_by_documents_is_exact_and_saves_time_where_the_decoder_takes_it():
+    cases = {tuple(each["case"][:3]): each["fp32"] for each in result_of("packed-documents")["cases"]}
+    assert cases[2, 2048, 8]["by documents"]["median"] < 0.3
+    for case in cases.values():
+        assert case["error"] < 1e-6
+        assert not case["taken"] or case["by documents"]["max"] < 0.7
+
+
 def test_every_foreign_model_was_tried_and_none_failed():
     rows = result_of("foreign")["rows"]
     assert [row["model"] for row in rows] == list(MODELS)

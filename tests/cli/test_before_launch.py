@@ -40,7 +40,7 @@ FLAT = object.__new__(strategies.FSDPStrategy)
 @pytest.mark.parametrize(
     ("make", "strategy", "line"),
     [
-        (SampleText, tensor_ranks(), "SampleText: tensor and context ranks"),
+        (SampleText, tensor_ranks(), "SampleText: tensor, context and pipeline ranks"),
         (EMA, FLAT, "EMA: FSDPStrategy keeps weights"),
         (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
         (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),

@@ -181,6 +181,10 @@ def test_ranks_of_the_recipes_own_world_send_the_same(folder):
     assert "ranks 0, 16, 31 send the same" in result.line
     sent = int(result.line.split("the same ")[1].split()[0])
     assert sent >= 2 * 2 * 2  # each of two blocks gathers its weights twice, and its tensor ranks add up
+    stages = FSDP2Strategy(mesh=ParallelDims(tensor=2, pipeline=2), pipeline_micro_batches=2)
+    result = found(folder, checks=only("layout"), strategy=stages, num_nodes=4, devices=8)["layout"]
+    assert "ranks 0, 8, 15 send the same" in result.line, "those of the first stage"
+    assert 0 < int(result.line.split("the same ")[1].split()[0]) < sent, "of one block, gathered once"
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_told_once(folder):

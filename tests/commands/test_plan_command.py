@@ -254,6 +254,28 @@ def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(op
     assert (told.instants, told.host) == (whole.instants, whole.host)
 
 
+def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_that_they_wait():
+    def plan(**options):
+        strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=4), pipeline_micro_batches=8, **options)
+        config = dataclasses.replace(TINY, n_layers=8)
+        return planned(config, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100")
+
+    one, gpipe = plan(), plan(pipeline_schedule="GPipe")
+    assert one.whole.waits == pytest.approx(3 / 11)
+    assert list(one.memory.ranks) == ["first", "middle", "last"]
+    assert one.memory.peak == max(one.memory.ranks.values())
+    # of 8 micro-batches the first rank holds 4 at a time under 1F1B; under GPipe each rank holds all
+    more = gpipe.memory.ranks["first"] - one.memory.ranks["first"]
+    assert more == pytest.approx(one.memory.instants[LOSS]["activations"], abs=16)
+    assert one.memory.ranks["first"] > one.memory.ranks["middle"]
+    (sent,) = [one for one in one.whole.traffic if one.axis == "pipeline"]
+    assert sent.per_token == 2 * 32 * 4, "a hidden state and its gradient, in fp32"
+    assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
+    text = report(one)
+    assert "ranks wait 27% of the time" in text
+    assert "pipeline ranks      first 1.50 GiB, middle 1.50 GiB, last 1.50 GiB" in text
+
+
 def test_compiled_blocks_are_counted_as_eager_and_a_note_says_so():
     def plan(compile_blocks, own=False):
         module = LanguageModel(TWO_BLOCKS, compile_blocks=compile_blocks)
@@ -411,6 +433,20 @@ def test_the_gpus_of_a_host_share_what_a_ring_brings_over_the_network_once():
     assert speed("tensor", 16, tensor=16) == 8 * 50
     assert speed("tensor", 16, tensor=8) == speed("shard", 8) == 450
     assert dataclasses.replace(links, network_gb=100.0).speed(ParallelDims().of_world(16), "shard") == 450
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "warning"),
+    [("gpu", "bf16-true", None), ("gpu", "32-true", "takes 0.062 GiB"), ("cpu", "bf16-true", "takes up to 0.062 GiB")],
+)
+def test_documents_have_a_mask_only_where_nothing_else_serves(accelerator, precision, warning):
+    config = dataclasses.replace(TINY, max_seq_len=8192, d_model=16, n_layers=1)
+    settings = {"max_steps": 10, "precision": precision, "accelerator": accelerator}
+    plans = [planned(config, settings, data(1, 8192, document_ids=on)) for on in (False, True)]
+    assert (plans[1].memory.peak - plans[0].memory.peak >= 8192**2) == (warning is not None)
+    said = [line for line in plans[1].warnings if "the mask is dense" in line]
+    assert len(said) == (warning is not None)
+    assert all(f"{warning} a micro-batch" in line for line in said)
 
 
 @pytest.mark.usefixtures("untraced")

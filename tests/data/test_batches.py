@@ -44,6 +44,17 @@ def test_document_ids_count_the_ends_before_a_token():
     assert batch["document_ids"].tolist() in ([[0, 0, 1, 1]], [[0, 1, 1, 2]])
 
 
+def test_both_kinds_of_batches_say_where_documents_begin():
+    stream = Tokens(([1] * 149 + [0]) * 3)  # documents begin at 0, 150 and 300
+    order = WindowOrder(450, 128, seed=0)
+    train = TrainBatches(stream, order, 2, eot_id=0)[0]
+    second = [min(150 - begin % 150, 128) for begin in order.starts(np.arange(2)).tolist()]
+    assert train["document_starts"].tolist() == [[0, begin] for begin in second]
+    val = ValidationBatches(stream, 128, 3, eot_id=0, with_document_ids=True)[0]
+    assert val["document_starts"].tolist() == [[0, 128], [0, 22], [0, 44]]
+    assert val["document_starts"].dtype == torch.int32
+
+
 def test_validation_by_hand():
     # bytes: token 0 is special, token n has n bytes
     batches = ValidationBatches(Tokens([4, 1, 2, 0, 3, 1, 2]), 4, 2, token_bytes=np.arange(5), eot_id=0)

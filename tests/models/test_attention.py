@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_tricks.models import attention
-from lightning_tricks.models.attention import RMSNorm, RotaryPositions, causal_attention, document_mask, rotate
+from lightning_tricks.models.attention import (
+    RMSNorm,
+    RotaryPositions,
+    causal_attention,
+    document_mask,
+    packed_documents,
+    rotate,
+)
 
 
 def test_document_mask_is_causal_within_each_document():
@@ -130,3 +137,17 @@ def test_cuda_takes_the_flash_kernel_and_with_documents_the_memory_efficient_one
             out = causal_attention(*inputs, None if allowed is None else allowed.cuda())
             out.sum().backward()
         torch.testing.assert_close(out.float().cpu(), causal_attention(q, k, v, allowed), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_takes_the_varlen_kernel_for_documents_whose_starts_are_known():
+    ids = torch.tensor([[0] * 500 + [1] + [2] * 523, [0] * 512 + [1] * 512], device="cuda")
+    starts = torch.tensor([[0, 500, 501, 1024], [0, 512, 1024, 1024]], device="cuda", dtype=torch.int32)
+    inputs = [torch.randn(2, n, 1024, 64, device="cuda").bfloat16().requires_grad_() for n in (4, 2, 2)]
+    packed = packed_documents(ids, starts, torch.bfloat16, 64)
+    assert packed.lengths is None
+    outs = [causal_attention(*inputs, mask, 0.2) for mask in (packed, document_mask(ids))]
+    torch.testing.assert_close(*outs, rtol=0.03, atol=0.03)
+    grads = [torch.autograd.grad(out.float().square().sum(), inputs) for out in outs]
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.1)

@@ -20,6 +20,7 @@ TWO = {
     "DualPipeV, checkpointed": Case(
         "deep", STAGES, {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "full"}
     ),
+    "watched": Case("deep", STAGES, {"pipeline_schedule": "GPipe", "pipeline_micro_batches": 1}, guarded=True),
     "1F1B, experts": Case("deep experts", STAGES, {"activation_checkpointing": "selective"}, accumulate=2),
     "Interleaved1F1B, experts": Case("deep experts", STAGES, {"pipeline_schedule": "Interleaved1F1B"}),
     "InterleavedZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "InterleavedZeroBubble"}),

@@ -34,9 +34,11 @@ from lightning_tricks.commands.plan.memory import kernels_of_a_gpu, loss_of_step
 from lightning_tricks.commands.plan.memory_trace import STEP
 from lightning_tricks.commands.plan.plan import MemoryPlan, plan_recipe
 from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
+from lightning_tricks.commands.plan.stages import loss_of_stages
 from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
 from lightning_tricks.logs.table import shows_unicode
 from lightning_tricks.mixins import OptimizerMixin
+from lightning_tricks.parallel.pipeline import Cut
 
 _PASSED, _FAILED, _NOTE = "ok", "!!", "--"
 _SIGNS = {_PASSED: "✓", _FAILED: "✗", _NOTE: "·"}
@@ -235,10 +237,19 @@ def layout(checked: Checked) -> str | Note:
     blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours else None
     # the number of rows changes no collective, and each slice of the head takes time
     step = partial(_step, setup.changed(micro_batch_size=1)) if setup.is_ours and setup.rows else None
-    views = view_cluster(partial(setup.build, blocks), dims, setup.parallel_options(), step)
+    if dims.pipeline > 1:
+        blocks, step = None, step and partial(_step_of_stages, setup)
+    views = view_cluster(
+        partial(setup.build, blocks), dims, setup.parallel_options(), step, cut=setup.strategy.cut_stages
+    )
     ranks = ", ".join(str(view.rank) for view in views)
     sent = f"ranks {ranks} send the same {len(views[0].collectives)} collectives" if step else f"ranks {ranks} divide"
     return f"{dims} of {setup.world:,} devices: {sent}{f' in {blocks} blocks' if blocks else ' it alike'}"
+
+
+def _step_of_stages(setup: RunSetup, cut: Cut, module: nn.Module) -> Tensor:
+    with setup.forward_context():
+        return loss_of_stages(setup, cut, module)
 
 
 def _step(setup: RunSetup, module: nn.Module) -> Tensor:

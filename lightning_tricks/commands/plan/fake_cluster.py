@@ -23,6 +23,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
 from lightning_tricks.parallel.parallelize import ParallelOptions, layout_table, parallelize
+from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.shard import local_bytes
 
 T = TypeVar("T")
@@ -93,14 +94,16 @@ def _view(
     options: ParallelOptions,
     rank: int,
     step: Callable[[Any], Tensor] | None,
+    cut: Callable[[nn.Module, ParallelDims, int], Cut | None] | None,
 ) -> RankView:
     with fake_world(rank, dims.world):
         with torch.device("meta"):
             module = build()
-        made = parallelize(module, Mesh.of(dims, "cpu"), options)
+        stages = None if cut is None else cut(module, dims, rank)
+        made = parallelize(module, Mesh.of(dims, "cpu"), options, list(stages.stages.values()) if stages else None)
         shapes = {name: tuple(local(parameter).shape) for name, parameter in module.named_parameters()}
-        table = layout_table(dims, made, options, module)
-        collectives = () if step is None else _trace(module, step)
+        table = layout_table(dims, made, options, module, stages)
+        collectives = () if step is None else _trace(module, partial(step, stages) if stages else step)
         return RankView(rank, shapes, local_bytes(module), collectives, table)
 
 
@@ -129,8 +132,9 @@ def view_cluster(
     build: Callable[[], nn.Module],
     dims: ParallelDims,
     options: ParallelOptions,
-    step: Callable[[Any], Tensor] | None = None,
+    step: Callable[..., Tensor] | None = None,
     ranks: Sequence[int] | None = None,
+    cut: Callable[[nn.Module, ParallelDims, int], Cut | None] | None = None,
 ) -> list[RankView]:
     """Build a module on the meta device, divide it as ranks of a cluster would, and trace a step of it on each.
 
@@ -142,15 +146,18 @@ def view_cluster(
         dims: of `of_world`.
         options: for `parallelize`.
         step: returns a loss of the module, which is traced with its backward pass on tensors without data; None: none.
-        ranks: from 0 to `dims.world` - 1; None: the first, the middle and the last.
+        ranks: from 0 to `dims.world` - 1; None: the first, the middle and the last that have the same layers as rank 0.
+        cut: leaves in a module what the stages of a rank have, see `FSDP2Strategy.cut_stages`; `step` then takes
+            what it returns before the module.
 
     Raises:
         UsageError: see `parallelize` and `compare_ranks`; this process has a process group already.
         RuntimeError: any other error, with its traceback.
     """
     if ranks is None:
-        ranks = sorted({0, dims.world // 2, dims.world - 1})
-    views = at_once([partial(_view, build, dims, options, rank, step) for rank in ranks])
+        alike = dims.world // dims.pipeline
+        ranks = sorted({0, alike // 2, alike - 1})
+    views = at_once([partial(_view, build, dims, options, rank, step, cut) for rank in ranks])
     compare_ranks(views)
     return views
 

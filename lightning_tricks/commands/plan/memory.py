@@ -1,5 +1,6 @@
 """The memory of a recipe's step, traced on tensors without data."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.distributed import fsdp
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.tensors import local
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.objects import is_a
@@ -28,18 +30,29 @@ from lightning_tricks.commands.plan.memory_trace import (
     trace_step,
 )
 from lightning_tricks.commands.plan.setup import RunSetup
+from lightning_tricks.commands.plan.stages import (
+    layers_held,
+    loss_of_stages,
+    of_fullest,
+    ranks_of_stages,
+    timeline_of,
+)
+from lightning_tricks.data.batches import TOKENS_A_START
 from lightning_tricks.models import attention
 from lightning_tricks.optim import Muon, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.parallel.dims import Mesh
-from lightning_tricks.parallel.parallelize import Traffic, parallelize, traffic
+from lightning_tricks.parallel.parallelize import Parallelized, Traffic, parallelize, traffic
+from lightning_tricks.parallel.pipeline import Cut
 from lightning_tricks.parallel.shard import local_bytes, to_meta
+from lightning_tricks.parallel.stage_timeline import waiting
 
 DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds the same
 AVERAGES = ("EMA", "TailAverage")
 LIGHTNINGS_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 AS_EAGER = "blocks are compiled, and counted as eager: an upper bound"
+_NO_LENGTHS = (attention, "BY_DOCUMENTS_FROM", sys.maxsize)  # tensors without data do not tell those of documents
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
 
@@ -50,10 +63,12 @@ class WholeModel:
     Attributes:
         weights: bytes of this rank's parameters.
         traffic: what it sends in each micro-batch.
+        waits: share of the time in which pipeline ranks wait for each other.
     """
 
     weights: int
     traffic: tuple[Traffic, ...]
+    waits: float = 0.0
 
 
 def whole_model(setup: RunSetup) -> WholeModel:
@@ -63,10 +78,18 @@ def whole_model(setup: RunSetup) -> WholeModel:
         setup.convert(module)
         return WholeModel(local_bytes(module), _gradients_of_replicas(setup, module))
     with fake_world(0, setup.dims.world):
-        options = setup.parallel_options()
-        made = parallelize(module, Mesh.of(setup.dims, "cpu"), options)
-        sends = traffic(setup.dims, made.plan, options, module)
-        return WholeModel(local_bytes(module), tuple(sends))
+        made, cut = _divided(setup, module)
+        stages = 1 if cut is None else len(cut.stages)
+        sends = traffic(setup.dims, made.plan, setup.parallel_options(), module, stages)
+        waits = 0.0 if cut is None else waiting(timeline_of(setup))
+        return WholeModel(local_bytes(module), tuple(sends), waits)
+
+
+def _divided(setup: RunSetup, module: nn.Module, rank: int = 0) -> tuple[Parallelized, Cut | None]:
+    """A rank's part of a module, in place."""
+    cut = setup.strategy.cut_stages(module, setup.dims, rank)
+    roots = None if cut is None else list(cut.stages.values())
+    return parallelize(module, Mesh.of(setup.dims, "cpu"), setup.parallel_options(), roots), cut
 
 
 def _gradients_of_replicas(setup: RunSetup, module: nn.Module) -> tuple[Traffic, ...]:
@@ -88,15 +111,24 @@ def traced_memory(setup: RunSetup) -> StepMemory:
     return at_full_depth(setup, at_once(traces_of(setup)))
 
 
-def traces_of(setup: RunSetup) -> list[Callable[[], StepMemory]]:
+def traces_of(setup: RunSetup) -> list[Callable[[], Any]]:
     """The calls, each for a forked process, whose results `at_full_depth` takes."""
+    if setup.dims.pipeline > 1:
+        ranks = ranks_of_stages(setup).values()
+        return [
+            one
+            for rank in ranks
+            for one in (partial(layers_held, setup, rank), partial(_trace_or_refuse, setup, None, rank))
+        ]
     deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
     deep = deep and getattr(setup.module.config, "dense_layers", 0) < DEPTHS[0]  # so that a mixture is added
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 
 
-def at_full_depth(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
-    """The memory at the module's own depth."""
+def at_full_depth(setup: RunSetup, traces: Sequence[Any]) -> StepMemory:
+    """The memory at the module's own depth; with pipeline ranks that of the rank that takes most."""
+    if setup.dims.pipeline > 1:
+        return of_fullest(setup, traces)
     first, *others = traces
     if not others:
         return first
@@ -104,9 +136,9 @@ def at_full_depth(setup: RunSetup, traces: Sequence[StepMemory]) -> StepMemory:
     return found or at_once([partial(_trace_or_refuse, setup, None)])[0]
 
 
-def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
+def _trace_or_refuse(setup: RunSetup, depth: int | None, rank: int = 0) -> StepMemory:
     try:
-        return _trace(setup, depth)
+        return _trace(setup, depth, rank)
     except UsageError:
         raise
     except Exception as error:
@@ -117,8 +149,10 @@ def _trace_or_refuse(setup: RunSetup, depth: int | None) -> StepMemory:
         ) from error
 
 
-def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
+def _trace(setup: RunSetup, depth: int | None, rank: int) -> StepMemory:
     """In a forked process: the module is changed."""
+    if setup.dims.pipeline > 1 and not setup.is_ours:
+        raise UsageError(f"{UNTRACEABLE} {type(setup.module).__name__}: stages of other models are not traced")
     compiles, kernels = setup.compiles, kernels_of_a_gpu(setup.compiles_loss) if setup.on_gpu else []
     module: Any = setup.build(depth)
     compiles |= _take_out_compiled(module)
@@ -139,8 +173,10 @@ def _trace(setup: RunSetup, depth: int | None) -> StepMemory:
         with fake_world(0, setup.world) if setup.kind == "ddp" else nullcontext():
             memory = trace_step(to_meta(module), repeated_blocks(module), options)
     else:
-        with fake_world(0, setup.dims.world):
-            made = parallelize(to_meta(module), Mesh.of(setup.dims, "cpu"), setup.parallel_options())
+        with fake_world(rank, setup.dims.world):
+            made, cut = _divided(setup, to_meta(module), rank)
+            if cut is not None:  # gradients of the micro-batches before are there
+                options = replace(options, loss=partial(loss_of_stages, setup, cut), micro_batches=2)
             for name in ("training_step", "token_sums"):
                 if hasattr(module, name):
                     fsdp.register_fsdp_forward_method(module, name)
@@ -191,7 +227,8 @@ def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
             return eager(logits, labels, ignore_index, group, first)
         return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
-    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), (head, "ROWS_ON_CPU", head.ROWS),
+    varlen = (attention, "varlen_serves", lambda _, dtype, head_dim: attention.fits_varlen(dtype, head_dim))
+    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), varlen, (head, "ROWS_ON_CPU", head.ROWS),
                (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
     return [*kernels, (head, "nats_and_gradient", compiled)] if compiles_loss else kernels
 
@@ -215,7 +252,9 @@ def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
             batch = {"input_ids": ids, "labels": ids.clone()}
             if getattr(setup.datamodule, "document_ids", False):
                 batch["document_ids"] = torch.zeros(rows, length, dtype=torch.int32)
-            nats, _tokens = module.token_sums(batch)
+                batch["document_starts"] = torch.zeros(rows, length // TOKENS_A_START, dtype=torch.int32)
+            with replaced(*_NO_LENGTHS):
+                nats, _tokens = module.token_sums(batch)
             return nats / ids.numel()
 
         return loss
@@ -224,7 +263,8 @@ def loss_of_step(setup: RunSetup, module: Any) -> Callable[[Any], Tensor]:
     batch = _first_batch(setup)
 
     def own(_: Any) -> Tensor:
-        result = module.training_step(batch, 0)
+        with replaced(*_NO_LENGTHS):
+            result = module.training_step(batch, 0)
         found = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(found, Tensor):
             raise UsageError(f"plan: training_step of {type(module).__name__} returns no loss: memory is not known")

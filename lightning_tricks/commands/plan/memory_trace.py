@@ -63,6 +63,7 @@ class StepMemory:
         steps_in_batches: whether the optimizer's temporary memory is that of a batch, as Muon's.
         moments: of the device, from which `at_depth` tells another depth.
         host_moments: the same of the host.
+        ranks: bytes of the first, a middle and the last pipeline rank, of which this one takes most.
     """
 
     instants: Mapping[str, Lines]
@@ -71,6 +72,7 @@ class StepMemory:
     steps_in_batches: bool = False
     moments: Moments = field(default_factory=dict, repr=False)
     host_moments: Moments = field(default_factory=dict, repr=False)
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def largest(self) -> str:

@@ -137,6 +137,7 @@ class MemoryPlan:
         tokens = setup.tokens
         compute = tokens * self.flops_per_token / (self.mfu * self.device.peak)
         compute /= dims.world / dims.loss_ranks  # ranks that have the same tokens share the work
+        compute /= 1 - self.whole.waits
         return step_time(compute, setup.micro_batches, tokens, dims, self.whole.traffic, self.links)
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,6 +155,8 @@ class MemoryPlan:
             "parameters": dict(self.parameters),
             "active_parameters": self.active,
             "memory_bytes": instants,
+            "pipeline_rank_bytes": {} if self.memory is None else dict(self.memory.ranks),
+            "pipeline_waits": self.whole.waits,
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
             "changes": [{"options": list(one.options), "why": one.why, "peak_bytes": one.peak} for one in self.changes],
@@ -258,10 +261,11 @@ def warnings_of(plan: MemoryPlan) -> tuple[str, ...]:
     if setup.on_gpu and vocabulary % 64:
         padded = -(-vocabulary // 64) * 64
         lines.append(f"model.decoder.vocab_size={vocabulary} is no multiple of 64: {padded} is faster")
-    if getattr(setup.datamodule, "document_ids", False) and setup.length >= DENSE_MASK_TOKENS:
-        size = setup.rows * setup.length**2 / 2**30
+    without_mask = setup.on_gpu and setup.peak_dtype in ("bf16", "fp16", "fp8") and setup.dims.context == 1
+    if getattr(setup.datamodule, "document_ids", False) and setup.length >= DENSE_MASK_TOKENS and not without_mask:
+        size = f"{'' if setup.on_gpu else 'up to '}{setup.rows * setup.length**2 / 2**30:.2g}"
         lines.append(
-            f"data.document_ids with rows of {setup.length} tokens: the mask is dense and takes {size:.2g} GiB a "
+            f"data.document_ids with rows of {setup.length} tokens: the mask is dense and takes {size} GiB a "
             "micro-batch"
         )
     if plan.tokens and total and plan.tokens / total < TOKENS_PER_PARAMETER / 4 and plan.tokens > 1e8:

@@ -62,6 +62,9 @@ def _memory(plan: MemoryPlan) -> Iterator[str]:
     others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
     for number, (name, size) in enumerate(others.items()):
         yield _row("other instants" if number == 0 else "", f"{_gib(size)}  {name}")
+    if plan.memory.ranks:
+        sizes = ", ".join(f"{name} {_gib(size + device.overhead)}" for name, size in plan.memory.ranks.items())
+        yield _row("pipeline ranks", f"{sizes}; the largest is shown above")
     if plan.memory.host:
         parts = ", ".join(f"{line} {_gib(size)}" for line, size in plan.memory.host.items())
         yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
@@ -111,6 +114,8 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
         yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:
+        if plan.whole.waits:
+            yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")
         yield _row("computation", f"{times.compute:,.3g} s; a step on paper {times.total:,.3g} s")
 
 

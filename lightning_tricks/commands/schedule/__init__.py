@@ -13,7 +13,13 @@ from lightning_tricks.commands import Recipe
 
 
 def run(
-    model: Any, datamodule: Any, trainer: Any, *, against: str | None = None, x: Literal["steps", "tokens"] = "steps"
+    model: Any,
+    datamodule: Any,
+    trainer: Any,
+    *,
+    against: str | None = None,
+    x: Literal["steps", "tokens"] = "steps",
+    pipeline: bool = False,
 ) -> None:
     """Draw the learning rate of a recipe over its run, and a table of the run's phases.
 
@@ -23,10 +29,14 @@ def run(
         trainer: settings of the recipe.
         against: the file of a second recipe, whose curve is laid over the first.
         x: the axis, steps or tokens.
+        pipeline: draw what each pipeline rank does in a micro-batch of the recipe, in place of the learning rate.
 
     Raises:
-        UsageError: the length of the run is not in the recipe; a package is missing.
+        UsageError: the length of the run is not in the recipe; a package is missing; `pipeline` without such ranks.
     """
+    if pipeline:
+        print(_of_pipeline(model, datamodule, trainer, shutil.get_terminal_size((80, 24)).columns))
+        return
     from lightning_tricks.commands.schedule.plan import planned
     from lightning_tricks.commands.schedule.terminal import NamedPlan, draw_in_terminal
     from lightning_tricks.logs.table import shows_color, shows_unicode
@@ -41,6 +51,22 @@ def run(
     columns, lines = shutil.get_terminal_size((80, 24))
     shows = {"unicode": shows_unicode(), "color": shows_color()}
     print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
+
+
+def _of_pipeline(model: Any, datamodule: Any, trainer: Any, columns: int) -> str:
+    from lightning_tricks.commands.plan.setup import read_setup
+    from lightning_tricks.parallel.stage_timeline import drawn, timeline, waiting
+
+    setup = read_setup(model, datamodule, trainer, None, None, on_gpu=False)
+    ranks, strategy = setup.dims.pipeline, setup.strategy
+    if ranks == 1:
+        raise UsageError("pipeline: the recipe has no pipeline ranks: give --trainer.strategy.init_args.mesh.pipeline")
+    acts = timeline(strategy.pipeline_schedule, ranks, strategy.pipeline_micro_batches)
+    return (
+        f"{strategy.pipeline_schedule}, {strategy.pipeline_micro_batches} micro-batches: {ranks} pipeline ranks wait "
+        f"{waiting(acts):.0%} of the time (.)\n{drawn(acts, columns)}\n"
+        "digit: forward pass of a micro-batch; b: its backward pass; i, w: halves of it, for inputs and for weights"
+    )
 
 
 def _name(trainer: Any) -> str | None:

@@ -37,8 +37,8 @@ from lightning_tricks.parallel.pipeline import (
     copy_on_meta,
     cut,
     find_pipelined,
-    stages_of_ranks,
 )
+from lightning_tricks.parallel.stage_timeline import check_order
 from lightning_tricks.parallel.tensor import PartialGradients, refuse_other_losses
 from lightning_tricks.strategies.checkpoint_folder import FolderWriter, check_together, verify_together, was_verified
 from lightning_tricks.strategies.fsdp2 import sharded_checkpoint
@@ -202,14 +202,14 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         if next(module.parameters(), None) is not None:
             check_module(module, dims)
             if dims.pipeline > 1:
-                self._cut(copy_on_meta(module), dims, 0)
+                self.cut_stages(copy_on_meta(module), dims, 0)
 
     def _check_pipeline(self, dims: ParallelDims) -> None:
         """Refuse options and rows that stages cannot have."""
         schedule, trainer = self.pipeline_schedule, self._module.trainer
         rows = getattr(trainer.datamodule, "micro_batch_size", None)
         compiled = self.compile_blocks or getattr(self._module, "compile_blocks", False) is True
-        stages = dims.pipeline * len(stages_of_ranks(schedule, dims.pipeline)[0])
+        count = self.pipeline_micro_batches
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
              "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
@@ -220,20 +220,24 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
              "folders, which `export` makes one file of"),
             (enabled_scaler(self.precision_plugin) is not None, f"trainer.precision={self.precision_plugin.precision}: "
              "its loss scaling comes after the backward passes of the stages: take bf16"),
-            (isinstance(rows, int) and rows % self.pipeline_micro_batches, f"data.micro_batch_size={rows} is no "
-             f"multiple of pipeline_micro_batches={self.pipeline_micro_batches}: change one of the two"),
+            (isinstance(rows, int) and rows % count, f"data.micro_batch_size={rows} is no multiple of "
+             f"pipeline_micro_batches={count}: change one of the two"),
             (trainer.state.fn == "predict", "stages give a loss, and no logits: predict in one process"),
-            (schedule == "DualPipeV" and self.pipeline_micro_batches < stages, f"pipeline_micro_batches="
-             f"{self.pipeline_micro_batches}: DualPipeV needs {stages}, one for each stage"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(f"mesh.pipeline: {line}")
+        check_order(schedule, dims.pipeline, count)
 
-    def _cut(self, module: nn.Module, dims: ParallelDims, rank: int) -> tuple[str, Any, Cut]:
-        """Name and module of the model that is cut, and what is left of it on a rank."""
-        name, model = find_pipelined(module)
+    def cut_stages(self, module: nn.Module, dims: ParallelDims, rank: int) -> Cut | None:
+        """Leave in a module what the pipeline stages of a rank have, in place; None where there are no stages."""
+        if dims.pipeline == 1:
+            return None
+        whole, (name, model) = copy_on_meta(module), find_pipelined(module)
         place = dims.place(rank, "pipeline")
-        return name, model, cut(model, place, dims.pipeline, self.pipeline_schedule, self.layers_per_stage)
+        made = cut(model, place, dims.pipeline, self.pipeline_schedule, self.layers_per_stage)
+        vars(module)["_whole_module"] = whole
+        vars(model)["_whole_module"] = whole.get_submodule(name)
+        return made
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Join a value over the ranks that have different tokens; tensor ranks have the same values."""
@@ -308,14 +312,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         state = shard.Rank0State(module) if from_rank_0 else None
         if state is None and not shard.has_meta(module):
             broadcast([*module.parameters(), *module.buffers()], self.root_device)
-        pipelined = None
-        if self.dims.pipeline > 1:
-            whole = copy_on_meta(module)
-            pipelined = self._cut(module, self.dims, self.global_rank)
-            vars(module)["_whole_module"] = whole
-            vars(pipelined[1])["_whole_module"] = whole.get_submodule(pipelined[0])
-        roots = None if pipelined is None else list(pipelined[2].stages.values())
-        made = parallelize(module, self.groups, self.options, roots)
+        stages = self.cut_stages(module, self.dims, self.global_rank)
+        made = parallelize(module, self.groups, self.options, list(stages.stages.values()) if stages else None)
         if not made.blocks:
             rank_zero_warn(
                 f"FSDP2Strategy: {type(module).__name__} has no repeated blocks, so all of it is gathered at once: "
@@ -324,8 +322,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         # attributes of the module, as the shards are: a second fit, by another strategy, finds all of them
         module._scalars = shard.Scalars(module)
         module._gather_on_call = module._pipeline = None
-        if pipelined is not None:
-            self._call_stages(*pipelined)
+        if stages is not None:
+            module._pipeline = stages.model.forward = Pipeline(
+                stages, self.groups.pipeline, self.pipeline_schedule, self.pipeline_micro_batches, self.groups.ends,
+                self.root_device,
+            )  # fmt: skip
         else:
             if not module.automatic_optimization:
                 module._gather_on_call = GatherOnCall(module, made.blocks.values())
@@ -335,17 +336,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         module._sharded_with = self._own_sharding = self._sharding
         if state is not None:
             state.scatter(module, self.root_device)
-        rank_zero_info(*layout_table(self.dims, made, self.options, module).split("\n"))
+        rank_zero_info(*layout_table(self.dims, made, self.options, module, stages).split("\n"))
         self._tensor_ranks_unchecked = self.dims.tensor > 1
         self._partial_gradients = PartialGradients(module, self.groups.tensor) if self.dims.tensor > 1 else None
-
-    def _call_stages(self, name: str, model: Any, made: Cut) -> None:
-        """Let a call of the model run the stages of all ranks."""
-        groups = self.groups
-        self._module._pipeline = model.forward = Pipeline(
-            name, model, made.stages, made.count, groups.pipeline, self.pipeline_schedule,
-            self.pipeline_micro_batches, made.tied, groups.ends, self.root_device,
-        )  # fmt: skip
 
     @property
     def options(self) -> ParallelOptions:

@@ -1,0 +1,172 @@
+"""Cutting a model into pipeline stages: all layers once, the slowest stage fast, and each refusal in one line."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.models import Decoder
+from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks.parallel.pipeline import copy_on_meta, cut, find_pipelined, layers_of_stages
+
+SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
+CONFIG = Llama(**SIZES)
+
+
+def counts(*args, **options):
+    ranges = layers_of_stages(*args, **options)
+    assert [layer for own in ranges for layer in own] == list(range(args[1])), "each layer once, in order"
+    return [len(own) for own in ranges]
+
+
+def test_layers_are_shared_out_so_that_no_stage_takes_longer_than_it_must():
+    assert counts(1, 5) == [5]
+    assert counts(4, 8) == [2, 2, 2, 2]
+    assert counts(4, 8, head=1.0) == [2, 2, 2, 2], "one layer less on the last would make another one as slow"
+    assert counts(4, 9, head=1.0) == [2, 2, 3, 2]
+    assert counts(3, 7) == [2, 2, 3], "early stages, which hold most activations, get less"
+    for stages in range(2, 9):
+        for layers in range(stages, 40):
+            for head in (0.0, 0.7, 2.5):
+                *others, last = counts(stages, layers, head=head)
+                # no other number on the last stage makes the slowest one faster
+                choices = range(1, layers - stages + 2)
+                slowest = [max(-(-(layers - own) // (stages - 1)), own + head) for own in choices]
+                assert max(*others, last + head) == min(slowest)
+    assert counts(3, 7, given=[4, 2, 1]) == [4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "given", "line"),
+    [
+        (8, 6, None, "mesh.pipeline: 8 stages for 6 layers"),
+        (2, 6, [3, 2], "layers_per_stage=[3, 2]: give 2 numbers of at least 1, one a stage, whose sum is 6"),
+        (2, 6, [6], "layers_per_stage=[6]: give 2 numbers"),
+        (2, 6, [6, 0], "layers_per_stage=[6, 0]: give 2 numbers"),
+    ],
+)
+def test_layers_that_cannot_be_shared_out_are_refused(stages, layers, given, line):
+    with pytest.raises(UsageError) as refused:
+        layers_of_stages(stages, layers, given=given)
+    assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_the_ranks_have_each_parameter_of_the_whole_model_once_under_its_name(schedule):
+    whole = {name: parameter.shape for name, parameter in Decoder(CONFIG).named_parameters()}
+    found = []
+    for rank in range(2):
+        model = Decoder(CONFIG)
+        made = cut(model, rank, 2, schedule)
+        found += [(name, parameter.shape) for name, parameter in model.named_parameters()]
+        assert set(model.parameters()) == {p for stage in made.stages.values() for p in stage.parameters()}
+    assert sorted(found) == sorted(whole.items())
+
+
+def test_a_tied_head_has_its_copy_on_the_last_stage():
+    config = GPT2(**SIZES)
+    models = [Decoder(config) for _ in range(3)]
+    cuts = [cut(model, rank, 3, "1F1B") for rank, model in enumerate(models)]
+    assert [one.tied for one in cuts] == [["embed.weight"], [], ["embed.weight"]]
+    assert models[2].head.weight is models[2].embed.weight
+    with pytest.raises(UsageError, match=r"pipeline_schedule=DualPipeV: its first rank .* \('embed' is tied\)"):
+        cut(Decoder(config), 0, 2, "DualPipeV")
+
+
+class Misnamed(Decoder):
+    plan: dict[str, str] = {}
+
+    def pipeline_plan(self):
+        return self.plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ({"embed": "first", "norm": "last"}, "pipeline_plan() does not say which stage has 'head.weight'"),
+        ({"embed": "first", "nrom": "last"}, "pipeline_plan() says 'last' of 'nrom'"),
+        ({"embed": "middle"}, "pipeline_plan() says 'middle' of 'embed'"),
+    ],
+)
+def test_a_plan_with_a_fault_is_refused(plan, line, monkeypatch):
+    monkeypatch.setattr(Misnamed, "plan", plan)
+    with pytest.raises(UsageError) as refused:
+        cut(Misnamed(CONFIG), 0, 2, "1F1B")
+    assert line in str(refused.value)
+
+
+def test_a_model_without_the_methods_or_with_weights_beside_is_refused():
+    with pytest.raises(UsageError, match=r"Linear cannot be cut into stages: give its model .* pipeline_plan\(\)"):
+        find_pipelined(nn.Linear(2, 2))
+    beside = nn.ModuleDict({"net": Decoder(CONFIG), "probe": nn.Linear(2, 2)})
+    with pytest.raises(UsageError, match=r"parameter 'probe\.weight' lies outside of 'net'"):
+        find_pipelined(beside)
+    assert find_pipelined(nn.ModuleDict({"net": Decoder(CONFIG)}))[0] == "net"
+
+
+def test_a_copy_on_meta_has_names_ties_and_marks():
+    model = Decoder(GPT2(**SIZES))
+    model.embed.weight.note = "kept"
+    made = copy_on_meta(model)
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert all(tensor.is_meta for tensor in (*made.parameters(), *made.buffers()))
+    assert made.head.weight is made.embed.weight
+    assert made.embed.weight.note == "kept"
+    assert not any(tensor.is_meta for tensor in model.parameters())
+    assert isinstance(made, Decoder)
+    normed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+    assert all(tensor.is_meta for tensor in copy_on_meta(normed).parameters())
+
+
+def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **options):
+    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=pipeline), **options)
+    module._trainer = SimpleNamespace(datamodule=datamodule, state=SimpleNamespace(fn=fn))
+    strategy._lightning_module = module
+    if plugin is not None:
+        strategy.precision_plugin = plugin
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"compile_blocks": True, "pipeline_schedule": "ZBVZeroBubble"}, "compile_blocks: ZBVZeroBubble splits the ba"),
+        ({"init_on_rank_0": True}, "init_on_rank_0: no rank can hold"),
+        ({"reduce_gradients": "step"}, "reduce_gradients=step: stages reduce once a batch"),
+        ({"save_distributed_checkpoint": False}, "save_distributed_checkpoint=False: no rank has all weights"),
+        (
+            {"datamodule": SimpleNamespace(micro_batch_size=6)},
+            "data.micro_batch_size=6 is no multiple of pipeline_micr",
+        ),
+        ({"fn": "predict"}, "stages give a loss, and no logits"),
+        ({"pipeline": 4, "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: 1F1B on 4 pipeline ranks does not"),
+        ({"pipeline_schedule": "DualPipeV", "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: DualPipeV on 2"),
+        (
+            {"pipeline": 2, "pipeline_micro_batches": 5, "pipeline_schedule": "Interleaved1F1B"},
+            "pipeline_micro_batches=5: Interleaved1F1B on 2 pipeline ranks does not take it",
+        ),
+        ({"pipeline": 8, "pipeline_micro_batches": 8}, "mesh.pipeline: 8 stages for 6 layers"),
+        ({"layers_per_stage": [4, 4]}, "layers_per_stage=[4, 4]: give 2 numbers"),
+    ],
+)
+def test_what_stages_cannot_have_is_refused_before_any_process_waits(options, line):
+    strategy = strategy_of(LanguageModel(CONFIG), **options)
+    with pytest.raises(UsageError) as refused:
+        strategy._check_module(strategy.mesh.of_world(strategy.mesh.pipeline))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_loss_scale_is_refused_and_bf16_is_not():
+    from lightning.pytorch.plugins import MixedPrecision
+
+    dims = ParallelDims(pipeline=2).of_world(2)
+    scaled = strategy_of(LanguageModel(CONFIG), plugin=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    with pytest.raises(UsageError, match=r"trainer\.precision=16-mixed: its loss scaling"):
+        scaled._check_module(dims)
+    strategy_of(LanguageModel(CONFIG), plugin=BF16Mixed())._check_module(dims)
+    with pytest.raises(UsageError, match=r"pipeline_micro_batches=0: give a whole number of at least 1"):
+        FSDP2Strategy(pipeline_micro_batches=0)
