@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function, grad, gradgradcheck
 from torch.nn import functional as F
@@ -16,7 +17,8 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
-from lightning_tricks.models.moe import _Dispatch, _Permute
+from lightning_tricks.models.moe import _Dispatch
+from lightning_tricks.parallel.experts import Permute, _Send
 from lightning_tricks.parallel.pipeline import SetAside, _HasGradients
 
 
@@ -37,7 +39,8 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
         lambda x, weight: linear_cross_entropy(x, weight, LABELS), [numbers(3, 4), numbers(5, 4)], False
     ),
     _Dispatch: (lambda x: _Dispatch.apply(x, ORDER, ORDER.argsort(), 2), [numbers(2, 3, **DOUBLE)], True),
-    _Permute: (lambda x: _Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),
+    Permute: (lambda x: Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),
+    _Send: (lambda x: _Send.apply(x, [4], [4], None), [numbers(4, 3, **DOUBLE)], True),
     _HasGradients: (
         lambda anchor: _HasGradients.apply(torch.ones(()), anchor, SetAside()),
         [torch.zeros((), requires_grad=True)], False,
@@ -61,6 +64,15 @@ def test_every_function_is_tried():
     assert functions() == set(CASES)
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process, to which rows may be sent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("case", CASES.values(), ids=[cls.__name__ for cls in CASES])
 def test_a_second_derivative_is_right_or_an_error(case):
     function, inputs, has_second = case

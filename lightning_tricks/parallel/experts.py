@@ -159,7 +159,7 @@ def shard_experts(experts: Any, mesh: Mesh, blocks: Iterable[nn.Module], **optio
     if ranks > 1:  # gloo has no sum with a factor; over one rank, torch 2.13 would divide twice with it
         experts.set_force_sum_reduction_for_comms(True)
     for block in blocks:
-        if block is not experts and experts in set(block.modules()):
+        if block is not experts and any(part is experts for part in block.modules()):
             state = experts._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()
