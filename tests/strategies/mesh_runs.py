@@ -390,7 +390,7 @@ OF_EXPERTS = {
 
 
 def experts_saved_and_resumed(rank: int, folder: Path) -> dict[Any, Found]:
-    """The unbroken run of each layout; those that go on from its own checkpoint, or between the first one and others."""
+    """Each layout unbroken, going on from its own checkpoint, and between the first layout and each other one."""
     found: dict[Any, Found] = {}
     for saver, case in OF_EXPERTS.items():
         found[saver] = on_the_mesh(case, rank, 4, save=folder / saver)
