@@ -1,4 +1,4 @@
-"""The tables of docs/strategies.md, for `fill.py`, from what `python -m benchmarks.strategies` measured."""
+"""The tables of docs/strategies.md and docs/pipeline.md, for `fill.py`, from `python -m benchmarks.strategies`."""
 
 import re
 from typing import Any
@@ -133,6 +133,21 @@ def texts(result: dict[str, Any]) -> dict[str, str]:
     return tables(result) | refusals(result)
 
 
+def of_stages(result: dict[str, Any]) -> dict[str, str]:
+    """The rows of stages and experts, each line with what the page says of them."""
+    head = "strategy|processes|loss|norm|gradient|of one process's bytes|its own resume|in one process|in two shards"
+    rows = [row for row in result["rows"] if row["row"] != "one"]
+    lines = []
+    for row in rows:
+        trials = row["trials"]
+        sgd = next(trial for name, trial in trials.items() if name.endswith("sgd"))
+        worst = {kind: max(trial[kind] for trial in trials.values()) for kind in ("loss", "gradient")}
+        gaps = [gap(worst["loss"]), gap(sgd["norm"]), f"{worst['gradient']:.1e}"]
+        lines.append([title(row), str(row["processes"]), *gaps, f"{row['share']:.2f}", *checkpoints(row)])
+    return {"stages": table(head.split("|"), lines)}
+
+
 FILLERS = {
     "strategies": Filler("strategies.md", texts),
+    "stages": Filler("pipeline.md", of_stages),
 }
