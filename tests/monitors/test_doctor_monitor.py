@@ -215,7 +215,7 @@ def two_ranks(rank, slow):
 
     def act(module, batch):
         if slow and module.trainer.global_rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.1)  # far more than a busy machine adds
 
     monitor = DoctorMonitor()
     run = fit(
