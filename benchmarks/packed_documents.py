@@ -21,7 +21,8 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.data_speed import in_turns, ratio
-from lightning_tricks.models.attention import Documents, causal_attention, document_mask, packed_documents
+from lightning_tricks.models.attention import causal_attention, document_mask
+from lightning_tricks.models.documents import Documents, packed_documents
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CASES = (  # rows, tokens of a row, documents of a row, heads, heads of keys, their width

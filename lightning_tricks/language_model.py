@@ -169,7 +169,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Forget the loads of a step that was not made, with its gradients."""
         super().on_before_zero_grad(optimizer)
         for router in self._routers().values():
-            router.loads.clear()
+            router.backward_loads.clear()
 
     def _routers(self) -> dict[str, Router]:
         found = {} if self.decoder is None or self.config.n_experts is None else self.decoder.routers()

@@ -33,7 +33,9 @@ class HasStages(Protocol):
     def pipeline_plan(self) -> dict[str, str]:
         """Of its other parts with parameters, by name: `first` or `last`, the stage that has it.
 
-        A part is None where a rank does not have it. Parts without parameters stay on every rank.
+        A part is None where a rank does not have it. Parts without parameters stay on every rank. FSDP2 gathers the
+        embeddings and linear layers among these when they are called, also without stages: so `stage` calls them, and
+        does not read their weights.
         """
 
     def stage(self, x: Any, blocks: Any, *, last: bool, **inputs: Any) -> Any:
@@ -52,10 +54,10 @@ class CountsInBackward(Protocol):
     """A module to which backward passes add what they count, as the router of experts.
 
     Attributes:
-        loads: one item for each backward pass; always the same list.
+        backward_loads: one item for each backward pass; always the same list.
     """
 
-    loads: list[Any]
+    backward_loads: list[Any]
 
 
 @runtime_checkable

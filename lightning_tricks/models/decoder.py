@@ -15,14 +15,13 @@ from lightning_tricks.models.attention import (
     Attention,
     KVCache,
     LayerCache,
-    Mask,
     Rope,
     RotaryPositions,
     block_norm,
-    packed_documents,
     part_mask,
 )
 from lightning_tricks.models.decoder_config import DecoderConfig, Llama
+from lightning_tricks.models.documents import Mask, packed_documents
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.models.moe import Experts, Mixture, Router, count_in_backward
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed

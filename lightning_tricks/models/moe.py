@@ -24,8 +24,8 @@ class Router(nn.Module):
     experts are chosen, and not in the weights; no gradient reaches it, `move_bias` moves it.
 
     Attributes:
-        loads: one tensor of `Mixture.forward` for each backward pass since the last step. No buffer: those are copied
-            from rank to rank by DDP, and saved.
+        backward_loads: one tensor of `Mixture.forward` for each backward pass since the last step. No buffer: those are
+            copied from rank to rank by DDP, and saved.
 
     Source: `DeepseekV3TopkRouter` in
         https://github.com/huggingface/transformers/blob/main/src/transformers/models/deepseek_v3/modeling_deepseek_v3.py,
@@ -41,7 +41,7 @@ class Router(nn.Module):
         self.config, self.n_experts = config, config.n_experts
         self.weight = nn.Parameter(torch.empty(self.n_experts, config.d_model))
         self.register_buffer("bias", torch.zeros(self.n_experts) if config.balance == "bias" else None)
-        self.loads: list[Tensor] = []
+        self.backward_loads: list[Tensor] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of tokens (n, d_model): weights and numbers of experts (n, experts_per_token), logits and scores (n, E)."""
@@ -183,13 +183,13 @@ def _loads(logits: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def count_in_backward(x: Tensor, load: Tensor, router: Router) -> None:
-    """Let the backward pass of `x`, the output of a block, add `load` to the router's `loads`.
+    """Let the backward pass of `x`, the output of a block, add `load` to the router's `backward_loads`.
 
     Called outside of the block: so activation checkpointing, which runs the block twice, counts once, and a validation,
     which has no backward pass, counts nothing.
     """
     if x.requires_grad:
-        x.register_hook(lambda _: router.loads.append(load))  # gives None, and so changes no gradient
+        x.register_hook(lambda _: router.backward_loads.append(load))  # gives None, and so changes no gradient
 
 
 def take_loads(routers: list[Router]) -> Tensor | None:
@@ -197,9 +197,9 @@ def take_loads(routers: list[Router]) -> Tensor | None:
 
     None where there was no backward pass.
     """
-    loads = [torch.stack(router.loads) for router in routers if router.loads]
+    loads = [torch.stack(router.backward_loads) for router in routers if router.backward_loads]
     for router in routers:
-        router.loads.clear()
+        router.backward_loads.clear()
     if not loads:
         return None
     each = torch.stack(loads)  # layers, passes, E + 2

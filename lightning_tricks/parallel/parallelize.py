@@ -244,7 +244,7 @@ def traffic(
         weights, gradients = _gathered_bytes(ranks, options.policy, parameters)
         part += gradients // ranks
         if ranks > 1 and parameters:
-            times = 2 if options.reshard_after_forward else 1
+            times = 2 if options.reshard_after_forward and dims.pipeline == 1 else 1  # stages keep them within a call
             line = f"{ranks} shards{what} a micro-batch: gathers {times} x {_mib(weights)} of weights"
             line = f"{line}, reduces {_mib(gradients)} of gradients"
             found.append(Traffic(axis, ranks, times * weights, gradients, line=line))

@@ -439,7 +439,8 @@ class SetAside:
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[SetAside]:
     """What backward passes make within the `with`, alone; gradients and counts from before are there again after it."""
-    parameters, counts = list(model.parameters()), [m.loads for m in model.modules() if isinstance(m, CountsInBackward)]
+    parameters = list(model.parameters())
+    counts = [module.backward_loads for module in model.modules() if isinstance(module, CountsInBackward)]
     before, counted, held = [parameter.grad for parameter in parameters], [list(each) for each in counts], SetAside()
     for parameter in parameters:
         parameter.grad = None

@@ -26,7 +26,7 @@ class Act(NamedTuple):
         stage: number of the stage.
         micro_batch: of the call.
         begin: in units of time.
-        end: see there.
+        end: in units of time, after `begin`.
     """
 
     kind: str

@@ -13,9 +13,9 @@ from lightning_tricks.models.attention import (
     RotaryPositions,
     causal_attention,
     document_mask,
-    packed_documents,
     rotate,
 )
+from lightning_tricks.models.documents import packed_documents
 
 
 def test_document_mask_is_causal_within_each_document():

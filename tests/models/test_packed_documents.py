@@ -12,8 +12,9 @@ from lightning_tricks.commands.coordinate_check import _batches
 from lightning_tricks.data import TokenData
 from lightning_tricks.data.batches import with_documents
 from lightning_tricks.language_model import LanguageModel
-from lightning_tricks.models import Decoder, Llama, attention
-from lightning_tricks.models.attention import causal_attention, document_mask, max_logit, packed_documents
+from lightning_tricks.models import Decoder, Llama, attention, documents
+from lightning_tricks.models.attention import causal_attention, document_mask, max_logit
+from lightning_tricks.models.documents import packed_documents
 
 SPEC = (torch.bfloat16, 64)  # of queries and keys, where only the device decides
 
@@ -40,15 +41,15 @@ def varlen_stand_in(*args, **options):
     return causal_attention(q, k, v, mask, given.kwargs["scale"])[0].transpose(0, 1)
 
 
-REAL_VARLEN = attention.varlen_attn
+REAL_VARLEN = documents.varlen_attn
 
 
 @pytest.fixture(params=["by documents", "varlen", "varlen of torch 2.11"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", varlen_stand_in)
-    monkeypatch.setattr(attention, "varlen_serves", lambda *_: request.param != "by documents")
+    monkeypatch.setattr(documents, "varlen_attn", varlen_stand_in)
+    monkeypatch.setattr(documents, "varlen_serves", lambda *_: request.param != "by documents")
     if request.param == "varlen of torch 2.11":  # keys are repeated for a kernel that is not told of grouped heads
-        monkeypatch.setattr(attention, "_VARLEN_OPTIONS", frozenset({"window_size", "scale"}))
+        monkeypatch.setattr(documents, "_VARLEN_OPTIONS", frozenset({"window_size", "scale"}))
     return request.param
 
 
@@ -140,8 +141,8 @@ def test_a_decoder_trains_as_with_the_mask(way, mode, monkeypatch):
     with monkeypatch.context() as without_mask:
         without_mask.setattr(attention, "document_mask", None)
         found = step(build(mode), ids, starts)
-    monkeypatch.setattr(attention, "varlen_serves", lambda *_: False)
-    monkeypatch.setattr(attention, "BY_DOCUMENTS_FROM", 1025)
+    monkeypatch.setattr(documents, "varlen_serves", lambda *_: False)
+    monkeypatch.setattr(documents, "BY_DOCUMENTS_FROM", 1025)
     torch.testing.assert_close(found, step(build(), ids, None), rtol=1e-5, atol=1e-7)
 
 
@@ -153,7 +154,7 @@ def test_a_language_model_hands_on_the_starts_of_a_batch(way, monkeypatch):
     config = Llama(vocab_size=31, d_model=16, n_layers=1, n_heads=2, max_seq_len=1024)
     module = LanguageModel(config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     module.configure_model()
-    monkeypatch.setattr(attention, "BY_DOCUMENTS_FROM", 1025)
+    monkeypatch.setattr(documents, "BY_DOCUMENTS_FROM", 1025)
     monkeypatch.setattr(attention, "document_mask", None)  # which would be called without the starts
     nats, tokens = module.token_sums(batch)
     assert tokens == 1024
@@ -164,8 +165,8 @@ def test_a_language_model_hands_on_the_starts_of_a_batch(way, monkeypatch):
 def test_compiled_decoders_have_one_graph_whatever_the_documents(varlen, whole, monkeypatch):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, offsets, *_, **__: q + 0 * offsets.sum())
-    monkeypatch.setattr(attention, "varlen_serves", lambda *_: varlen)
+    monkeypatch.setattr(documents, "varlen_attn", lambda q, k, v, offsets, *_, **__: q + 0 * offsets.sum())
+    monkeypatch.setattr(documents, "varlen_serves", lambda *_: varlen)
     decoder = build()
     for part in [decoder] if whole else decoder.blocks:
         part.compile(fullgraph=True, backend="aot_eager")

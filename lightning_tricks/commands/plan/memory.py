@@ -38,7 +38,7 @@ from lightning_tricks.commands.plan.stages import (
     timeline_of,
 )
 from lightning_tricks.data.batches import TOKENS_A_START
-from lightning_tricks.models import attention
+from lightning_tricks.models import attention, documents
 from lightning_tricks.optim import Muon, muon, schedule_free_parts
 from lightning_tricks.optim.bf16_step import BF16Step
 from lightning_tricks.optim.keep_settings_on_load import parts_of
@@ -52,7 +52,7 @@ DEPTHS = (4, 5)  # blocks of the models that are traced; each block more adds th
 AVERAGES = ("EMA", "TailAverage")
 LIGHTNINGS_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 AS_EAGER = "blocks are compiled, and counted as eager: an upper bound"
-_NO_LENGTHS = (attention, "BY_DOCUMENTS_FROM", sys.maxsize)  # tensors without data do not tell those of documents
+_NO_LENGTHS = (documents, "BY_DOCUMENTS_FROM", sys.maxsize)  # tensors without data do not tell those of documents
 UNTRACEABLE = "memory is not known:"  # begins the message for a module whose own code needs values
 
 
@@ -227,7 +227,7 @@ def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
             return eager(logits, labels, ignore_index, group, first)
         return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
-    varlen = (attention, "varlen_serves", lambda _, dtype, head_dim: attention.fits_varlen(dtype, head_dim))
+    varlen = (documents, "varlen_serves", lambda _, dtype, head_dim: documents.fits_varlen(dtype, head_dim))
     kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), varlen, (head, "ROWS_ON_CPU", head.ROWS),
                (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
     return [*kernels, (head, "nats_and_gradient", compiled)] if compiles_loss else kernels

@@ -208,7 +208,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Refuse options and rows that stages cannot have."""
         schedule, trainer = self.pipeline_schedule, self._module.trainer
         rows = getattr(trainer.datamodule, "micro_batch_size", None)
-        compiled = self.compile_blocks or getattr(self._module, "compile_blocks", False) is True
+        chosen = getattr(self._module, "compile_blocks", False)
+        compiled = self.compile_blocks or chosen is True or (chosen == "auto" and self.root_device.type != "cpu")
         count = self.pipeline_micro_batches
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
