@@ -271,6 +271,10 @@ def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_tha
     (sent,) = [one for one in one.whole.traffic if one.axis == "pipeline"]
     assert sent.per_token == 2 * 32 * 4, "a hidden state and its gradient, in fp32"
     assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
+    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=8)
+    sharded = planned(TINY, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100").whole
+    (gathered,) = [each.gathered for each in sharded.traffic if each.axis == "shard"]
+    assert gathered == 2 * sharded.weights, "the shards of two ranks, once a call"
     text = report(one)
     assert "ranks wait 27% of the time" in text
     assert "pipeline ranks      first 1.50 GiB, middle 1.50 GiB, last 1.50 GiB" in text

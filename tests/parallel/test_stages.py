@@ -10,7 +10,7 @@ from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llam
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.pipeline import copy_on_meta, cut, find_pipelined, layers_of_stages
+from lightning_tricks.parallel.pipeline import copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
 
 SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
 CONFIG = Llama(**SIZES)
@@ -158,6 +158,31 @@ def test_what_stages_cannot_have_is_refused_before_any_process_waits(options, li
         strategy._check_module(strategy.mesh.of_world(strategy.mesh.pipeline))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there(monkeypatch):
+    dims = ParallelDims(pipeline=2).of_world(2)
+    module = LanguageModel(CONFIG, compile_blocks="auto")
+    strategy = strategy_of(module, pipeline_schedule="ZBVZeroBubble")
+    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cpu"))
+    strategy._check_module(dims)
+    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cuda"))
+    with pytest.raises(UsageError, match="compile_blocks: ZBVZeroBubble splits"):
+        strategy._check_module(dims)
+
+
+def test_what_passes_count_is_set_aside_and_attributes_of_other_modules_are_let_alone():
+    model = nn.Linear(1, 1)
+    model.inner = nn.Linear(1, 1)
+    model.loads = lambda: "a method of a user's"
+    model.inner.backward_loads = counted = [1]
+    with set_aside(model) as held:
+        counted.append(2)
+        model(torch.ones(1)).backward()
+    assert counted == [1]
+    assert held.counts == [(counted, [2])]
+    assert {id(parameter) for parameter, _ in held.gradients} == {id(model.weight), id(model.bias)}
+    assert model.weight.grad is None
 
 
 def test_a_loss_scale_is_refused_and_bf16_is_not():
