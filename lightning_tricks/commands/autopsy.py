@@ -105,7 +105,8 @@ class Document:
     sample: int  # sample position of the row
     first: int  # index of its first token among the row's labels
     stop: int  # index after its last one
-    token: int  # position of its first token in the training stream
+    source: int  # number of the source that it comes from
+    token: int  # offset of its first token in the source's training stream
     ids: NDArray[np.int64]  # its tokens, (stop - first,)
 
     @property
@@ -126,9 +127,10 @@ def documents_of(
     """The documents of a batch, row by row; without an end-of-text token `eot` each row is one."""
     found = []
     for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
-        labels, start = batch["labels"].numpy(), int(rows.starts(sample)[0])
+        labels = batch["labels"].numpy()
         for first, stop in _spans(labels, eot):
-            found.append(Document(row, sample, first, stop, start + 1 + first, labels[0, first:stop]))
+            source, token = rows.offset(sample, 0, first)
+            found.append(Document(row, sample, first, stop, source, token, labels[0, first:stop]))
     return found
 
 
@@ -273,12 +275,14 @@ def autopsy(
     for first in range(0, len(batches), data.micro_batch_size):
         with torch.no_grad():
             nats += (-module.predict_step(joined(batches[first : first + data.micro_batch_size], device), 0)).tolist()
-    files = data.source_files([document.token for document in documents])
     ranked = []
-    for document, file in zip(documents, files, strict=True):
-        loss = sum(nats[document.row][document.first : document.stop]) / document.tokens
-        place = data.streams["train"].place(document.token)
-        ranked.append(RankedDocument(document, loss, _text(data, document), place, file))
+    for number, source in enumerate(data.sources):
+        of_source = [document for document in documents if document.source == number]
+        files = data.source_files([document.token for document in of_source], number)
+        for document, file in zip(of_source, files, strict=True):
+            loss = sum(nats[document.row][document.first : document.stop]) / document.tokens
+            place = source.streams["train"].place(document.token)
+            ranked.append(RankedDocument(document, loss, _text(data, document), place, file))
     ranked.sort(key=lambda each: each.loss if math.isfinite(each.loss) else math.inf, reverse=True)
     return Report(step, asked, path, int(checkpoint.get("global_step", 0)), ranked)
 

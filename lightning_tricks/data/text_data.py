@@ -29,7 +29,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
-from lightning_tricks.data.base import TokenDataModule
+from lightning_tricks.data.base import Source, TokenDataModule
 from lightning_tricks.data.content import remove_unfinished, staging_prefix
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
@@ -356,11 +356,12 @@ class TextData(TokenDataModule):
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
-        self.use(streams, tokenizer, self.folder.name, name, byte_corrections=corrections)
+        source = Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed)
+        self.use([source], tokenizer, name)
         if self.val_fraction == 1:
             rank_zero_info(self.data_summary())
 
-    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
+    def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
         """The text file behind the tokens at these offsets of the training stream; reads the text up to the last.
 
         None for a Hugging Face dataset, and for text so long that to read it again would take minutes.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data.base import TokenDataModule, TokenIdCheck
+from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
@@ -82,7 +82,8 @@ class TokenData(TokenDataModule):
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
-        self.use(streams, self._given_tokenizer, names, self._tokenizer_name, content, corrections)
+        source = Source(streams, names, content, corrections, seed=self.seed)
+        self.use([source], self._given_tokenizer, self._tokenizer_name)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
@@ -99,7 +100,7 @@ class TokenData(TokenDataModule):
         self._check_length(streams["train"])
         for whose, bound in (("vocab_size", self.vocab_size), ("the model", vocab_size)):
             if bound is not None:
-                TokenIdCheck().scan(streams, bound, whose)
+                TokenIdCheck().scan([streams], bound, whose)
         parts = [f"{len(stream):,} {name} tokens in {len(stream.paths)} shard(s)" for name, stream in streams.items()]
         tokenizer = "its tokenizer is not given" if self._given_tokenizer is None else "of the tokenizer given"
         return f"{' and '.join(parts)}{'' if 'val' in streams else ', no validation data'}; {tokenizer}"
