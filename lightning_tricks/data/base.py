@@ -190,6 +190,9 @@ class TokenDataModule(pl.LightningDataModule):
             if (value := getattr(self, option)) < least:
                 raise UsageError(f"{option}={value}: it must be at least {least}")
         self.tokenizer: Tokenizer | None = None
+        self._given_tokenizer: Tokenizer | None = None
+        self._tokenizer_name = ""
+        self.vocab_size: int | None = None
         self.eot_id: int | None = None
         self.sources: list[Source] = []
         self.token_texts: list[bytes] | None = None
@@ -203,6 +206,10 @@ class TokenDataModule(pl.LightningDataModule):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
+
+    def open_source(self) -> Source:
+        """Open the tokens, which `prepare_data` has made; for a mixture and for `setup`."""
+        raise NotImplementedError
 
     @property
     def streams(self) -> dict[str, TokenStream]:
@@ -269,10 +276,14 @@ class TokenDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> Loader:
         """Micro-batches from the run's cursor to its last step."""
         if self.trainer is not None:
-            self._cursor.begin(self.trainer)
+            self._begin(self.trainer)
         batches = self._training_batches(self.micro_batch_size, self._cursor.skipped)
         keys = partial(self._first_rows_from_now, batches.order.rows_in_pass)
         return Loader(batches, keys, self.num_workers, self._id_check, self.trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """Fix where this run starts."""
+        self._cursor.begin(trainer)
 
     def _first_rows_from_now(self, rows_in_pass: int) -> Iterable[int]:
         if self.trainer is None:
@@ -299,7 +310,7 @@ class TokenDataModule(pl.LightningDataModule):
         return windows(len(source.streams["train"]), self.seq_len, source.seed)
 
     def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
-        """The text file behind the tokens at these offsets of a source's training stream; None where it is not known."""
+        """The text file behind the tokens at these offsets of a source's training stream; None if it is not known."""
         return [None] * len(offsets)
 
     def val_dataloader(self) -> Loader | list[Any]:

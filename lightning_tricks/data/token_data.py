@@ -75,15 +75,18 @@ class TokenData(TokenDataModule):
         if self.val is not None:
             _find("val", self.val)
 
-    def setup(self, stage: str | None = None) -> None:
-        """Map the shards into memory and check them."""
+    def open_source(self) -> Source:
+        """Map the shards into memory."""
         streams = self._streams()
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
-        source = Source(streams, names, content, corrections, seed=self.seed)
-        self.use([source], self._given_tokenizer, self._tokenizer_name)
+        return Source(streams, names, content, corrections, seed=self.seed)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the shards into memory and check them."""
+        self.use([self.open_source()], self._given_tokenizer, self._tokenizer_name)
         if self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
 
@@ -130,6 +133,11 @@ class TokenData(TokenDataModule):
             raise UsageError(f"{whose} {reason}; repair it or move it away") from error
         if recorded not in ("", tokenizer_sha256(self._given_tokenizer)):
             raise UsageError(f"{whose} it did not write the shards in {folder}; use {folder / 'tokenizer.json'}")
+
+
+def holds_tokens(path: str) -> bool:
+    """Whether a path or glob names token shards, and no text."""
+    return Path(path).suffix in (".bin", ".npy", ".ds") or (Path(path) / "index.json").is_file()
 
 
 def _byte_corrections(paths: list[Path]) -> NDArray[np.int64] | None:
