@@ -182,6 +182,9 @@ class MixtureData(TokenDataModule):
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Look at each source as its own check does; a line on them, for `check`."""
+        if not self._share_tokenizer(learn=False):
+            texts = ", ".join(part.corpus.description for part in self._parts.values() if isinstance(part, TextData))
+            return f"fit learns a tokenizer of {self._vocab_size_to_learn:,} tokens first, or prepare, from {texts}"
         return "; ".join(f"{name}: {part.check_sample(vocab_size)}" for name, part in self._parts.items())
 
     def prepare_data(self) -> None:
@@ -195,6 +198,7 @@ class MixtureData(TokenDataModule):
         self._share_tokenizer()
         opened = {name: part.open_source() for name, part in self._parts.items()}
         for name, source in opened.items():
+            self._parts[name].sources = [source]  # by which it finds the file of a token
             if "train" not in source.streams:
                 raise UsageError(f"sources: {name} has no training tokens; leave it out")
             source.name, source.seed = name, derive_key(self.seed, *name.encode())
@@ -205,8 +209,11 @@ class MixtureData(TokenDataModule):
             self.check_ids(self.vocab_size, "vocab_size")
         self._mixture = Mixture(self._stages(None), self._limits(), self.seed)
 
-    def _share_tokenizer(self) -> None:
+    def _share_tokenizer(self, learn: bool = True) -> bool:
         """Give each source the tokenizer of the mixture, of the other sources, or one learned from all texts.
+
+        Returns:
+            Whether it is known; without `learn`, it may have to be learned.
 
         Raises:
             UsageError: sources have different ones.
@@ -223,7 +230,9 @@ class MixtureData(TokenDataModule):
             raise UsageError(f"sources: {first} and {second} have different tokenizers; encode both with one")
         texts = [part for part in self._parts.values() if isinstance(part, TextData)]
         if not known and texts:
-            path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir)
+            path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir, learn)
+            if path is None:
+                return False
             tokenizer, _ = open_tokenizer(str(path))
             assert tokenizer is not None
             known[""] = ("", tokenizer, f"BPE of {vocabulary_size(tokenizer)} tokens learned from {len(texts)} sources")
@@ -236,6 +245,7 @@ class MixtureData(TokenDataModule):
         if len(ends) > 1:
             raise UsageError(f"sources: their eot_id are {sorted(ends)}: documents of all end with the same token")
         self.eot_id = next(iter(ends), None)
+        return True
 
     # ---- which row comes from where
 

@@ -154,8 +154,11 @@ def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]
     return found
 
 
-def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path) -> Path:
-    """The file of a byte-level BPE learned from the training documents of all texts, equally much of each."""
+def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path, learn: bool = True) -> Path | None:
+    """The file of a byte-level BPE learned from the training documents of all texts, equally much of each.
+
+    Without `learn`, None where there is none yet.
+    """
     identities = [(part.corpus.identity(cache_dir, part.is_recorded), part.val_fraction) for part in texts]
     key = hashlib.sha256(repr((FORMAT_VERSION, identities, vocab_size)).encode()).hexdigest()[:16]
 
@@ -168,8 +171,10 @@ def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Pat
         tokenizer = train_bpe(chain.from_iterable(samples), vocab_size)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
-    build_once(cache_dir / f"tokenizer-{key}", build)
-    return cache_dir / f"tokenizer-{key}" / "tokenizer.json"
+    folder = cache_dir / f"tokenizer-{key}"
+    if learn:
+        build_once(folder, build)
+    return folder / "tokenizer.json" if folder.is_dir() else None
 
 
 def _sample(corpus: Corpus, threshold: int, texts: int = 1) -> Iterator[str]:
