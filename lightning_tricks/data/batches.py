@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from lightning_tricks.data.order import RowOrder
 from lightning_tricks.data.shards import TokenStream
 
-ROWS_AHEAD = (256, 4096)  # of which the places are computed at once, for a single source and for several
+ROWS_AHEAD = 4096  # of which the places are computed at once
 TOKENS_A_START = 64  # a row has room for the starts of one document in so many tokens
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
@@ -134,8 +134,7 @@ class TrainBatches(Dataset[Batch]):
         repeated, self._stride = stride == self._stride, stride
         if (known := self._ahead.pop(first_row, None)) is not None:
             return known.tolist()
-        ahead = ROWS_AHEAD[len(self.rows) > 1]
-        number = max(ahead // self.micro_batch_size, 1) if repeated and stride > 0 else 1
+        number = max(ROWS_AHEAD // self.micro_batch_size, 1) if repeated and stride > 0 else 1
         firsts = first_row + stride * np.arange(number)
         rows = firsts[:, None] + np.arange(self.micro_batch_size)
         places = np.stack(self.order.places(rows.ravel()), axis=1).reshape(*rows.shape, 2)

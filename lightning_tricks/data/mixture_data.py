@@ -403,14 +403,14 @@ def _names(given: Sequence[MixtureSource]) -> list[str]:
 
 
 def _name_of(data: TokenDataModule | str) -> str:
-    """The name of the first file, folder or dataset."""
+    """The name of the first file or dataset, or of the folder in which a glob looks."""
     first: Any = data
     if isinstance(data, TextData):
         first = data.hf_dataset or (data.files or ["stdlib"])[0]
     elif isinstance(data, TokenData):
         first = data.train if isinstance(data.train, str) else data.train[0]
-    name = Path(str(first)).name.partition(".")[0].rstrip("_*")
-    return name or Path(str(first)).parent.name
+    path = Path(str(first))
+    return path.parent.name if "*" in path.name and path.parent.name else path.name.partition(".")[0].strip("_*")
 
 
 def _positive(option: str, weights: Mapping[str, float]) -> dict[str, float]:
