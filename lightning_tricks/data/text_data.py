@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import islice
@@ -30,7 +28,7 @@ from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.content import remove_unfinished, staging_prefix
+from lightning_tricks.data.content import build_once
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
@@ -50,33 +48,6 @@ __all__ = ["TextData"]
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/lightning_tricks`, else `~/.cache/lightning_tricks`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_tricks"
-
-
-def build_once(folder: Path, build: Callable[[Path], None]) -> None:
-    """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` exists.
-
-    What killed builds of any folder beside it have left is removed.
-
-    Raises:
-        UsageError: the parent cannot be written, or the disk is full. No incomplete folder is left.
-    """
-    remove_unfinished(folder.parent)
-    if folder.exists():
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=staging_prefix(folder.name), dir=folder.parent))
-        try:
-            build(temporary)
-            temporary.chmod(0o755)  # mkdtemp's 0o700 would lock others out of a shared cache
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        if folder.is_dir():
-            return  # another process was faster, and its folder is as good
-        reason = error.strerror or error
-        raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
 
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
