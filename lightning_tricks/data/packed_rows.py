@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import sys
+from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,11 @@ class PackedRows:
         seq_len: T, tokens in a row.
         seed: of the order in which documents are packed, any integer.
         fingerprint: of the stream and its documents.
-        ends: (documents,) offset after the last token of each document, ascending; it may be a mapped file. None: a
-            document ends with each end-of-text token, and with the stream.
+        ends: (start, stop) -> the ends of documents above offset `start` and up to `stop`, ascending: offsets after
+            their last tokens. None: a document ends with each end-of-text token.
 
     Raises:
-        UsageError: no end-of-text token, rows that are too long, `ends` of another stream, a cache that cannot be
-            written, a damaged plan.
+        UsageError: no end-of-text token, rows that are too long, a cache that cannot be written, a damaged plan.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PackedRows:
         seq_len: int,
         seed: int,
         fingerprint: str,
-        ends: NDArray[np.integer] | None = None,
+        ends: Callable[[int, int], NDArray[np.int64]] | None = None,
     ) -> None:
         if eot_id is None:
             raise UsageError("packing=best_fit: documents begin after the end-of-text token; give eot_id or tokenizer")
@@ -74,7 +75,7 @@ class PackedRows:
             raise UsageError(
                 f"packing=best_fit: seq_len={seq_len} is above {MAX_SEQ_LEN}; shorten it or set packing: cut"
             )
-        self.stream, self.eot_id, self.seq_len = stream, eot_id, seq_len
+        self.stream, self.eot_id, self.seq_len, self.seed = stream, eot_id, seq_len, seed
         self._settings = {
             "format_version": FORMAT_VERSION,
             "data": fingerprint,
@@ -86,25 +87,19 @@ class PackedRows:
             "block_tokens": BLOCK_TOKENS,
         }
         self.folder = cache_dir / f"packing-{hashlib.sha256(repr(self._settings).encode()).hexdigest()[:16]}"
-        build_once(self.folder, lambda folder: self._plan(folder, ends))
+        build_once(self.folder, lambda folder: self._plan(folder, ends or self._ends_of_text))
         self._open()
 
-    def _plan(self, folder: Path, ends: NDArray[np.integer] | None) -> None:
+    def _plan(self, folder: Path, find: Callable[[int, int], NDArray[np.int64]]) -> None:
         """Write the plan into an empty folder, block by block."""
-        tokens, key = len(self.stream), derive_key(self._settings["seed"], -1)
+        tokens, key = len(self.stream), derive_key(self.seed, -1)
         say(f"Packing {tokens:,} tokens into rows of {self.seq_len}", file=sys.stderr)
-        found = folder / "ends.bin"
-        if ends is None:
-            ends = find_ends(self.stream, self.eot_id, found)
+        ends = write_ends(folder / "ends.bin", tokens, find)
         blocks, pieces, counts = number_of_blocks(tokens, len(ends), self.seq_len), 0, np.zeros(4, dtype=np.int64)
         padding = max(int(SLACK * tokens / blocks) - self.seq_len + 1, 0)
-        matches = len(ends) > 0 and ends[-1] == tokens
         with (folder / "pieces.bin").open("wb") as pieces_file, (folder / "firsts.bin").open("wb") as firsts_file:
-            for number in range(blocks if matches else 0):
-                starts, lengths = documents_of_block(ends, number, blocks, key)
-                if not (matches := bool((lengths >= 0).all())):
-                    break
-                block = plan_block(starts, lengths, self.seq_len, padding)
+            for number in range(blocks):
+                block = plan_block(*documents_of_block(ends, number, blocks, key), self.seq_len, padding)
                 pieces_file.write(block.pieces.astype("<u8").tobytes())
                 firsts_file.write((block.firsts + pieces).astype("<u8").tobytes())
                 pieces += len(block.pieces)
@@ -113,13 +108,14 @@ class PackedRows:
             for file in (pieces_file, firsts_file):
                 file.flush()
                 os.fsync(file.fileno())
-        if not matches:
-            raise UsageError(f"the ends of documents are not those of {self.stream.describe(0)}; write the index anew")
         del ends  # not every system removes a mapped file
-        found.unlink(missing_ok=True)  # written above, in this folder
+        (folder / "ends.bin").unlink()  # written above
         names = ("rows", "documents", "short_documents", "short_documents_cut")
         meta = self._settings | {"pieces": pieces} | dict(zip(names, counts.tolist(), strict=True))
         (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+
+    def _ends_of_text(self, start: int, stop: int) -> NDArray[np.int64]:
+        return np.flatnonzero(self.stream.view(start, stop - start) == self.eot_id) + start + 1
 
     def _open(self) -> None:
         try:
@@ -150,30 +146,48 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def fill(self, row: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> list[int]:
-        """Write a row of the plan into two arrays, (T,) each; returns the positions in them at which pieces begin.
+    def _pieces_of(self, row: int) -> list[tuple[int, int, int, int]]:
+        """Position in the row, offset of the first token, length, and 1 if it begins a document, of each piece."""
+        found, at = [], 0
+        for piece in self._pieces[self._firsts[row] : self._firsts[row + 1]].tolist():
+            start, length, begins = decode(piece)
+            found.append((at, start, length, begins))
+            at += length
+        if at > self.seq_len:
+            raise self._damaged(f"row {row} does not fit")
+        return found
 
-        Behind the last piece, labels are -100 and inputs the end-of-text token.
+    def fill(self, row: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        """Write a row's tokens, (T,) both. Behind its pieces, labels are -100 and inputs the end-of-text token.
 
         Raises:
             UsageError: the plan is damaged.
         """
-        at, begin, firsts = 0, list[int](), list[int]()
-        for piece in self._pieces[self._firsts[row] : self._firsts[row + 1]].tolist():
-            start, length, begins_document = decode(piece)
-            before = 1 - begins_document
-            tokens = self.stream.view(start - before, length + before)
-            if len(tokens) != length + before or at + length > self.seq_len:
+        at, firsts = 0, []
+        for begin, start, length, begins in self._pieces_of(row):
+            at = begin + length
+            tokens = self.stream.view(start + begins - 1, length + 1 - begins)
+            if len(tokens) != length + 1 - begins:
                 raise self._damaged(f"row {row} does not fit")
-            labels[at : at + length] = tokens[before:]
-            begin.append(at)
-            firsts.append(int(tokens[0]) if before else self.eot_id)
-            at += length
+            labels[begin:at] = tokens[1 - begins :]
+            firsts.append((begin, self.eot_id if begins else tokens[0]))
         labels[at:] = IGNORED
         input_ids[1:] = labels[:-1]
         input_ids[at:] = self.eot_id
-        input_ids[begin] = firsts
-        return begin
+        for begin, token in firsts:
+            input_ids[begin] = token
+
+    def begins(self, row: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether a piece begins at each token of a row, (T,). What a row is filled up with belongs to the last one."""
+        begins = np.zeros(self.seq_len, dtype=bool)
+        begins[[begin for begin, *_ in self._pieces_of(row)]] = True
+        return begins
+
+    def offset(self, row: int, label: int) -> int:
+        """The offset in the stream of a label of the row; of the nearest one where there is none."""
+        pieces = self._pieces_of(row)
+        begin, start, length, _ = pieces[max(bisect_right(pieces, label, key=lambda piece: piece[0]) - 1, 0)]
+        return start + min(max(label - begin, 0), length - 1)
 
     def summary(self) -> str:
         """Shares of padding and of documents that are cut, for the line on the data."""
@@ -185,25 +199,20 @@ class PackedRows:
         return f"packed by best fit: {padding:.2%} padding, {shares}, {cut / max(short, 1):.1%} of those that fit a row"
 
 
-def find_ends(stream: TokenStream, eot_id: int, path: Path) -> NDArray[np.integer]:
-    """Offset after the last token of each document, each with its end-of-text token, as a mapped file at `path`."""
+def write_ends(path: Path, tokens: int, find: Callable[[int, int], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The ends of all documents, and of the stream, as a mapped file.
+
+    Args:
+        path: of the file.
+        tokens: in the stream.
+        find: see `PackedRows.ends`.
+    """
+    last = 0
     with path.open("wb") as file:
-        last = 0
-        for start in range(0, len(stream), _CHUNK):
-            ends = np.flatnonzero(stream.view(start, min(_CHUNK, len(stream) - start)) == eot_id) + start + 1
+        for start in range(0, tokens, _CHUNK):
+            ends = find(start, min(start + _CHUNK, tokens))
             file.write(ends.astype("<i8").tobytes())
             last = int(ends[-1]) if len(ends) else last
-        if last < len(stream):
-            file.write(np.array([len(stream)], dtype="<i8").tobytes())
+        if last < tokens:
+            file.write(np.array([tokens], dtype="<i8").tobytes())
     return np.memmap(path, dtype="<i8", mode="r")
-
-
-def document_ids(begin: list[list[int]], seq_len: int) -> NDArray[np.int32]:
-    """Number of the piece that holds each position, (B, T), from the positions at which the pieces of B rows begin.
-
-    Padding belongs to the last piece of its row.
-    """
-    begins = np.zeros((len(begin), seq_len), dtype=np.int32)
-    for row, positions in enumerate(begin):
-        begins[row, positions[1:]] = 1
-    return np.cumsum(begins, axis=1, dtype=np.int32)

@@ -80,7 +80,7 @@ def plan_block(starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: i
         seq_len: T, at most MAX_SEQ_LEN.
         padding: tokens that may be padded in all rows together, beside those of one row.
     """
-    documents, short = np.count_nonzero(lengths), np.count_nonzero((lengths > 0) & (lengths <= seq_len))
+    documents, short = int((lengths > 0).sum()), int(((lengths > 0) & (lengths <= seq_len)).sum())
     full, lengths = np.divmod(lengths, seq_len)
     nth = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)  # number of a full piece in its document
     alone = encode(np.repeat(starts, full) + nth * seq_len, seq_len, nth == 0)
@@ -98,7 +98,7 @@ def plan_block(starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: i
     starts, begins = starts[~fits], begins[~fits]
     document, offsets, cut_lengths, cut_row = _cut(lengths[~fits], seq_len)
     cut = encode(starts[document] + offsets, cut_lengths, begins[document] & (offsets == 0))
-    short_cut = np.count_nonzero(begins & (np.bincount(document, minlength=len(begins)) > 1))
+    short_cut = int((begins & (np.bincount(document, minlength=len(begins)) > 1)).sum())
 
     pieces = np.concatenate([alone, packed, cut])
     row = np.concatenate([np.arange(len(alone)), packed_row + len(alone), cut_row + len(alone) + kept.sum()])

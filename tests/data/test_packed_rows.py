@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, packed_rows, packing
-from lightning_tricks.data.packed_rows import PackedRows, document_ids
+from lightning_tricks.data.packed_rows import PackedRows
 from lightning_tricks.data.shards import TokenStream
 
 EOT = 0
@@ -31,8 +31,8 @@ def pack(folder, stream, seq_len=8, **options):
 
 def filled(rows, row):
     input_ids, labels = np.full((2, rows.seq_len), -1, dtype=np.int64)
-    begin = rows.fill(row, input_ids, labels)
-    return input_ids.tolist(), labels.tolist(), begin
+    rows.fill(row, input_ids, labels)
+    return input_ids.tolist(), labels.tolist(), np.flatnonzero(rows.begins(row, input_ids)).tolist()
 
 
 def all_rows(rows):
@@ -58,14 +58,15 @@ def test_each_token_is_a_label_once_after_the_token_before_it(lengths, seq_len, 
         for module in (packing, packed_rows):
             patch.setattr(module, "SLACK", 0.2)
         patch.setattr(packing, "BLOCK_TOKENS", block_tokens)
-        rows = pack(Path(name), write(Path(name), ids), seq_len, ends=ends if index else None)
+        by_index = (lambda start, stop: ends[(ends > start) & (ends <= stop)]) if index else None
+        rows = pack(Path(name), write(Path(name), ids), seq_len, ends=by_index)
         found = []
-        for input_ids, labels, begin in all_rows(rows):
+        for row, (input_ids, labels, begin) in enumerate(all_rows(rows)):
             used = seq_len - labels.count(-100)
             assert labels[used:] == [-100] * (seq_len - used)
             assert input_ids[used:] == [EOT] * (seq_len - used)
             assert begin[0] == 0
-            assert begin == sorted(set(begin))
+            assert ids[[rows.offset(row, label) for label in range(used)]].tolist() == labels[:used]
             found += zip(labels[:used], input_ids[:used], strict=True)
         assert sorted(found) == sorted(zip(ids.tolist(), before.tolist(), strict=True))
         assert len(rows) * seq_len - len(ids) <= max(0.2 * len(ids), seq_len - 1)
@@ -127,11 +128,6 @@ def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path):
         pack(tmp_path, stream, eot_id=None)
     with pytest.raises(UsageError, match=r"^packing=best_fit: seq_len=524289 is above 524288; shorten it or set"):
         pack(tmp_path, stream, seq_len=2**19 + 1)
-    for ends in ([4, len(stream) - 1], [9, 4, len(stream)], []):
-        with pytest.raises(
-            UsageError, match=r"^the ends of documents are not those of shard .*; write the index anew$"
-        ):
-            pack(tmp_path, stream, ends=np.array(ends, dtype=np.int64))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -173,13 +169,14 @@ def test_a_row_that_does_not_fit_is_refused(tmp_path, piece):
         filled(pack(tmp_path, stream), 0)
 
 
-def test_document_ids_count_the_pieces_and_padding_belongs_to_the_last():
-    assert document_ids([[0, 3, 4], [0]], 6).tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 0]]
-    assert document_ids([[0]], 6).dtype == np.int32
-
-
 def test_ends_are_found_over_the_borders_of_what_is_searched_at_once(tmp_path, monkeypatch):
     ids = documents()
     stream = write(tmp_path, ids)
     monkeypatch.setattr(packed_rows, "_CHUNK", 7)
-    assert packed_rows.find_ends(stream, EOT, tmp_path / "ends").tolist() == (np.flatnonzero(ids == EOT) + 1).tolist()
+    found = packed_rows.write_ends(tmp_path / "ends", len(ids), pack(tmp_path, stream)._ends_of_text)
+    assert found.tolist() == (np.flatnonzero(ids == EOT) + 1).tolist()
+
+
+def test_padding_has_the_offset_of_the_last_label_and_what_comes_before_a_row_that_of_the_first(tmp_path):
+    rows = pack(tmp_path, write(tmp_path, [5, 6, EOT]))
+    assert [rows.offset(0, label) for label in (-1, 0, 2, 3, 7)] == [0, 0, 2, 2, 2]
