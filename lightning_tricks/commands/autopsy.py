@@ -21,7 +21,7 @@ from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
+from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches
 from lightning_tricks.language_model import LanguageModel
 
 SHOWN = 100  # characters of a document's text
@@ -105,7 +105,8 @@ class Document:
     sample: int  # sample position of the row
     first: int  # index of its first token among the row's labels
     stop: int  # index after its last one
-    token: int  # position of its first token in the training stream
+    source: int  # number of the source that it comes from
+    token: int  # offset of its first token in the source's training stream
     ids: NDArray[np.int64]  # its tokens, (stop - first,)
 
     @property
@@ -126,18 +127,23 @@ def documents_of(
     """The documents of a batch, row by row; without an end-of-text token `eot` each row is one."""
     found = []
     for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
-        labels, start = batch["labels"].numpy(), int(rows.starts(sample)[0])
-        for first, stop in _spans(labels, eot):
-            found.append(Document(row, sample, first, stop, start + 1 + first, labels[0, first:stop]))
+        labels = batch["labels"].numpy()
+        for first, stop in _spans(batch["input_ids"].numpy()[0], labels[0], eot):
+            source, token = rows.offset(sample, 0, first)
+            found.append(Document(row, sample, first, stop, source, token, labels[0, first:stop]))
     return found
 
 
-def _spans(labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
-    """First index of each document in the labels (1, T), and the index after its last."""
+def _spans(inputs: NDArray[np.int64], labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
+    """First index of each document in the labels (T,), and the index after its last.
+
+    In a packed row a piece of another document also begins where the input is not the label before it.
+    """
+    length = int((labels != IGNORED).sum())  # a row is filled up at its end
     if eot is None:
-        return [(0, labels.shape[1])]
-    (cuts,) = np.nonzero(np.diff(document_ids(labels, eot)[0]))
-    edges = [0, *(cuts + 1).tolist(), labels.shape[1]]
+        return [(0, length)]
+    before, after = labels[: length - 1], inputs[1:length]
+    edges = [0, *(np.flatnonzero((before == eot) | (before != after)) + 1).tolist(), length]
     return list(pairwise(edges))
 
 
@@ -273,12 +279,14 @@ def autopsy(
     for first in range(0, len(batches), data.micro_batch_size):
         with torch.no_grad():
             nats += (-module.predict_step(joined(batches[first : first + data.micro_batch_size], device), 0)).tolist()
-    files = data.source_files([document.token for document in documents])
     ranked = []
-    for document, file in zip(documents, files, strict=True):
-        loss = sum(nats[document.row][document.first : document.stop]) / document.tokens
-        place = data.streams["train"].place(document.token)
-        ranked.append(RankedDocument(document, loss, _text(data, document), place, file))
+    for number, source in enumerate(data.sources):
+        of_source = [document for document in documents if document.source == number]
+        files = data.source_files([document.token for document in of_source], number)
+        for document, file in zip(of_source, files, strict=True):
+            loss = sum(nats[document.row][document.first : document.stop]) / document.tokens
+            place = source.streams["train"].place(document.token)
+            ranked.append(RankedDocument(document, loss, _text(data, document), place, file))
     ranked.sort(key=lambda each: each.loss if math.isfinite(each.loss) else math.inf, reverse=True)
     return Report(step, asked, path, int(checkpoint.get("global_step", 0)), ranked)
 

@@ -1,4 +1,6 @@
-"""The base class of TextData and TokenData: Lightning's loaders over a training and a validation stream of tokens.
+"""The base class of TextData, TokenData and MixtureData: Lightning's loaders over sources of tokens.
+
+A source has a training and a validation stream of tokens, or one of them; most runs have a single source.
 
 Batches are addressed by position: `cursor.py` says which rows come next, `batches.py` what a batch holds. The
 loaders are plain iterables around torch's DataLoader and no DataLoaders, so that Lightning adds no sampler of its own:
@@ -7,6 +9,7 @@ device-side assert without a reason; here the error names the shard, the token i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,10 @@ from torch.utils.data import DataLoader
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.run_facts import data_rank
-from lightning_tricks.data.batches import Batch, TrainBatches, ValidationBatches
+from lightning_tricks.data.batches import Batch, JoinedBatches, TrainBatches, ValidationBatches, WindowRows
 from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
-from lightning_tricks.data.order import SkippedSamples, WindowOrder
+from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, windows
+from lightning_tricks.data.packed_rows import PackedRows
 from lightning_tricks.data.shards import TokenStream
 from lightning_tricks.data.tokenizer import (
     changes_text,
@@ -33,8 +37,43 @@ from lightning_tricks.data.tokenizer import (
     vocabulary_size,
 )
 
-Batches = TrainBatches | ValidationBatches
-SCANNED_TOKENS = 1 << 30  # training tokens read before the start, in a second or two; later ones are checked in batches
+Batches = TrainBatches | ValidationBatches | JoinedBatches
+SCANNED_TOKENS = 1 << 28  # training tokens read before the start, in half a second; later ones are checked in batches
+
+
+@dataclass(eq=False)
+class Source:
+    """Tokens that a run reads, and how a checkpoint knows them.
+
+    Args:
+        streams: `train` and `val`, or one of them.
+        fingerprint: of the data's names and settings.
+        content: fingerprint of the data themselves, where `fingerprint` does not depend on them.
+        byte_corrections: of the stream `val`, see `ValidationBatches`; None: not known, and needless where the
+            tokenizer changes no text.
+        name: in a mixture.
+        seed: of the order of its rows.
+        packed: its training rows where they are packed; None: windows.
+    """
+
+    streams: dict[str, TokenStream]
+    fingerprint: str
+    content: str | None = None
+    byte_corrections: NDArray[np.int64] | None = None
+    name: str = ""
+    seed: int = 0
+    packed: PackedRows | None = None
+
+    def pack(self, seq_len: int, eot_id: int, cache_dir: Path) -> None:
+        """Serve training rows that are packed by best fit; see `PackedRows` for what is made and refused."""
+        known_by = f"{self.fingerprint} {self.content}"
+        self.packed = PackedRows(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, known_by)
+        self.fingerprint += " packed"
+
+    @property
+    def packing(self) -> str:
+        """For the line on the data."""
+        return "" if self.packed is None else f"; {self.packed.summary()}"
 
 
 class TokenIdCheck:
@@ -44,12 +83,13 @@ class TokenIdCheck:
         self.bound: int | None = None
         self.whose = ""
 
-    def scan(self, streams: dict[str, TokenStream], vocab_size: int, whose: str) -> None:
-        """Check the streams now and every batch from now on; see `TokenDataModule.check_ids`."""
-        for split, stream in streams.items():
-            limit = SCANNED_TOKENS if split == "train" else len(stream)
-            if (offset := stream.first_at_least(vocab_size, limit)) is not None:
-                raise _wrong_id(stream, offset, vocab_size, whose)
+    def scan(self, sources: Sequence[dict[str, TokenStream]], vocab_size: int, whose: str) -> None:
+        """Check the streams of each source now and every batch from now on; see `TokenDataModule.check_ids`."""
+        for streams in sources:
+            for split, stream in streams.items():
+                limit = SCANNED_TOKENS // len(sources) if split == "train" else len(stream)
+                if (offset := stream.first_at_least(vocab_size, limit)) is not None:
+                    raise _wrong_id(stream.describe(offset), stream.read(offset, 1)[0], vocab_size, whose)
         if self.bound is None or vocab_size < self.bound:
             self.bound, self.whose = vocab_size, whose
 
@@ -57,19 +97,17 @@ class TokenIdCheck:
         """Refuse a batch with an id that is too large: two maxima on the CPU, which take microseconds."""
         if self.bound is None:
             return
-        # the labels hold every token of a row but its first
-        if max(int(batch["labels"].numpy().max()), int(batch["input_ids"].numpy()[:, 0].max())) < self.bound:
+        labels, inputs = batch["labels"].numpy(), batch["input_ids"].numpy()
+        if max(int(labels.max()), int(inputs.max())) < self.bound:
             return
-        length = batch["input_ids"].shape[1] + 1
-        for start in batches.starts(key).tolist():
-            (wrong,) = np.nonzero(batches.stream.read(start, length) >= self.bound)
-            if len(wrong):
-                raise _wrong_id(batches.stream, start + int(wrong[0]), self.bound, self.whose)
+        for tokens, before in ((labels, 0), (inputs, 1)):
+            for row, place in np.argwhere(tokens >= self.bound).tolist():
+                raise _wrong_id(batches.describe(key, row, place, before), tokens[row, place], self.bound, self.whose)
 
 
-def _wrong_id(stream: TokenStream, offset: int, vocab_size: int, whose: str) -> UsageError:
+def _wrong_id(where: str, token: int, vocab_size: int, whose: str) -> UsageError:
     return UsageError(
-        f"{stream.describe(offset)}: id {stream.read(offset, 1)[0]} does not fit {whose}, which has {vocab_size} "
+        f"{where}: id {token} does not fit {whose}, which has {vocab_size} "
         "tokens; raise vocab_size or use the tokenizer that wrote the shard"
     )
 
@@ -166,9 +204,9 @@ class TokenDataModule(pl.LightningDataModule):
                 raise UsageError(f"{option}={value}: it must be at least {least}")
         self.tokenizer: Tokenizer | None = None
         self.eot_id: int | None = None
-        self.streams: dict[str, TokenStream] = {}
+        self.sources: list[Source] = []
         self.token_texts: list[bytes] | None = None
-        self._byte_corrections: NDArray[np.int64] | None = None
+        self._knows_bytes = False  # of all validation tokens
         self._tokenizer_record: dict[str, Any] | None = None
         self._id_check = TokenIdCheck()
         self.skip_samples = skip_samples
@@ -179,46 +217,48 @@ class TokenDataModule(pl.LightningDataModule):
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
 
-    def use(
-        self,
-        streams: dict[str, TokenStream],
-        tokenizer: Tokenizer | None,
-        fingerprint: str,
-        tokenizer_name: str,
-        content: str | None = None,
-        byte_corrections: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Serve the streams `train` and `val`, or one of them; checkpoints record fingerprints and the name.
+    @property
+    def streams(self) -> dict[str, TokenStream]:
+        """The streams of the only source, by `train` and `val`; empty before `setup`."""
+        (source,) = self.sources or [Source({}, "")]
+        return source.streams
+
+    def use(self, sources: Sequence[Source], tokenizer: Tokenizer | None, tokenizer_name: str) -> None:
+        """Serve sources; checkpoints record their fingerprints and the tokenizer's name.
 
         Args:
-            streams: tokens.
-            tokenizer: that wrote them, if it is known.
-            fingerprint: of the data's names and settings.
+            sources: at least one.
+            tokenizer: that wrote all of them, if it is known.
             tokenizer_name: for messages.
-            content: fingerprint of the data themselves, where `fingerprint` does not depend on them.
-            byte_corrections: of the stream `val`, see `ValidationBatches`; None: not known, and needless where the
-                tokenizer changes no text.
 
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
-        self.streams, self.tokenizer = streams, tokenizer
-        self._cursor.identity["data"] = fingerprint
-        if content is not None:
-            self._cursor.identity["content"] = content
-        if "train" in streams:
-            self._check_length(streams["train"])
+        self.sources, self.tokenizer = list(sources), tokenizer
+        self._cursor.identity |= self._identity()
+        for source in sources:
+            if "train" in source.streams:
+                self._check_length(source.streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
-            self._byte_corrections = byte_corrections
-            if "val" in streams and byte_corrections is None:
-                if (reason := changes_text(tokenizer)) is None:
-                    self._byte_corrections = np.zeros((0, 2), dtype=np.int64)
-                else:
-                    name = tokenizer_name or "of the data"
-                    rank_zero_info(f"No bits per byte: the bytes behind tokens of {name} are not known ({reason})")
+            validated = [source for source in sources if "val" in source.streams]
+            unchanged = [source for source in validated if source.byte_corrections is None]
+            reason = changes_text(tokenizer) if unchanged else None
+            self._knows_bytes = reason is None
+            if reason is None:
+                for source in unchanged:
+                    source.byte_corrections = np.zeros((0, 2), dtype=np.int64)
+            else:
+                name = tokenizer_name or "of the data"
+                rank_zero_info(f"No bits per byte: the bytes behind tokens of {name} are not known ({reason})")
             self.check_ids(vocabulary_size(tokenizer), "the tokenizer")
             self._tokenizer_record = tokenizer_record(tokenizer, tokenizer_name, self.eot_id)
+
+    def _identity(self) -> dict[str, Any]:
+        """The fingerprints of the only source, for the cursor; see `DataCursor`."""
+        (source,) = self.sources
+        found = {"data": source.fingerprint, "content": source.content}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _check_length(self, train: TokenStream) -> None:
         """Refuse too few tokens for one row."""
@@ -228,7 +268,7 @@ class TokenDataModule(pl.LightningDataModule):
     def check_ids(self, vocab_size: int, whose: str = "the model") -> None:
         """Refuse token ids that a vocabulary lacks: in the shards now, and in every batch from now on.
 
-        The first 2**30 training tokens and all validation tokens are read once; the result is remembered.
+        The first 2**28 training tokens and all validation tokens are read once; the result is remembered.
 
         Args:
             vocab_size: ids 0..vocab_size-1 are accepted.
@@ -237,46 +277,59 @@ class TokenDataModule(pl.LightningDataModule):
         Raises:
             UsageError: names the shard, the token in it and the id of the first one that is too large.
         """
-        self._id_check.scan(self.streams, vocab_size, whose)
+        self._id_check.scan([source.streams for source in self.sources], vocab_size, whose)
 
     def train_dataloader(self) -> Loader:
         """Micro-batches from the run's cursor to its last step."""
-        order = self._order(self._cursor.skipped)
-        eot_id = self.eot_id if self.document_ids else None
-        batches = TrainBatches(self.streams["train"], order, self.micro_batch_size, eot_id)
         if self.trainer is not None:
             self._cursor.begin(self.trainer)
-        keys = partial(self._first_rows_from_now, order.windows)
+        batches = self._training_batches(self.micro_batch_size, self._cursor.skipped)
+        keys = partial(self._first_rows_from_now, batches.order.rows_in_pass)
         return Loader(batches, keys, self.num_workers, self._id_check, self.trainer)
 
-    def _first_rows_from_now(self, windows: int) -> Iterable[int]:
+    def _first_rows_from_now(self, rows_in_pass: int) -> Iterable[int]:
         if self.trainer is None:
             return first_rows(0, ENDLESS, 1, self.micro_batch_size)
-        return self._cursor.first_rows(self.trainer, windows)
+        return self._cursor.first_rows(self.trainer, rows_in_pass)
 
     def micro_batches_in_pass(self, trainer: pl.Trainer) -> int:
         """Micro-batches of each process in one pass over the training data, an epoch where `max_epochs` counts."""
-        return self._order().windows // self._cursor.rows_at_once(trainer)
+        return self._order().rows_in_pass // self._cursor.rows_at_once(trainer)
 
     def training_rows(self) -> TrainBatches:
         """All training rows by their sample position, also those in `skip_samples`; after `setup`."""
-        return TrainBatches(self.streams["train"], self._order(), 1, self.eot_id if self.document_ids else None)
+        return self._training_batches(1)
 
-    def _order(self, skipped: SkippedSamples | None = None) -> WindowOrder:
-        return WindowOrder(len(self.streams["train"]), self.seq_len, self.seed, skipped)
+    def _training_batches(self, micro_batch_size: int, skipped: SkippedSamples | None = None) -> TrainBatches:
+        rows = [source.packed or WindowRows(source.streams["train"], self.eot_id) for source in self.sources]
+        return TrainBatches(rows, self._order(skipped), self.seq_len, micro_batch_size, self.document_ids)
 
-    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
-        """The text file behind the tokens at these offsets of the training stream; None where it is not known."""
+    def _order(self, skipped: SkippedSamples | None = None) -> RowOrder:
+        return RowOrder([self._pass(source) for source in self.sources], skipped=skipped)
+
+    def _pass(self, source: Source) -> Pass:
+        """The rows of a source."""
+        if source.packed is not None:
+            return Pass(len(source.packed), 1, 1, source.seed)
+        return windows(len(source.streams["train"]), self.seq_len, source.seed)
+
+    def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
+        """The text file behind tokens of a source's training stream, by their offsets; None where it is not known."""
         return [None] * len(offsets)
 
     def val_dataloader(self) -> Loader | list[Any]:
         """Batches in which every validation token but the first is a label once; an empty list without validation."""
-        if "val" not in self.streams:
+        parts = {n: self._validation(source) for n, source in enumerate(self.sources) if "val" in source.streams}
+        if not parts:
             return []
-        texts = None if self._byte_corrections is None else self.token_texts
+        batches = JoinedBatches(parts) if len(self.sources) > 1 else parts[0]
+        return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._id_check, self.trainer)
+
+    def _validation(self, source: Source) -> ValidationBatches:
+        texts = self.token_texts if self._knows_bytes else None
         rank, world = data_rank(self.trainer)
-        batches = ValidationBatches(
-            self.streams["val"],
+        return ValidationBatches(
+            source.streams["val"],
             self.seq_len,
             self.micro_batch_size,
             token_bytes=None if texts is None else np.array([len(text) for text in texts], dtype=np.int64),
@@ -284,9 +337,8 @@ class TokenDataModule(pl.LightningDataModule):
             with_document_ids=self.document_ids,
             rank=rank,
             world=world,
-            byte_corrections=self._byte_corrections,
+            byte_corrections=source.byte_corrections,
         )
-        return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._id_check, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -351,11 +403,10 @@ class TokenDataModule(pl.LightningDataModule):
 
     def data_summary(self) -> str:
         """One line on the training data; after `setup`."""
-        parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in self.streams.items()]
-        return f"{' and '.join(parts)}; {self.streams['train'].paths[0].parent}"
+        return "; ".join(f"{source.name}: " * bool(source.name) + _counted(source) for source in self.sources)
 
     def __str__(self) -> str:
-        return self.data_summary() if self.streams else type(self).__name__
+        return self.data_summary() if self.sources else type(self).__name__
 
     def training_text(self) -> bytes:
         """The UTF-8 text of the training documents, one after the other, without special tokens."""
@@ -368,6 +419,13 @@ class TokenDataModule(pl.LightningDataModule):
     def _text(self, split: str) -> bytes:
         if self.token_texts is None:
             raise UsageError("tokenizer: the text behind the tokens needs a byte-level tokenizer; give its file")
-        if (stream := self.streams.get(split)) is None:
+        streams = [source.streams[split] for source in self.sources if split in source.streams]
+        if not streams:
             raise UsageError("val=None: there is no validation text; give the validation shards")
-        return b"".join(map(self.token_texts.__getitem__, stream.read(0, len(stream)).tolist()))
+        texts = self.token_texts
+        return b"".join(texts[token] for stream in streams for token in stream.read(0, len(stream)).tolist())
+
+
+def _counted(source: Source) -> str:
+    parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in source.streams.items()]
+    return f"{' and '.join(parts)}{source.packing}; {next(iter(source.streams.values())).paths[0].parent}"

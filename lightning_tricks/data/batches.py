@@ -1,9 +1,13 @@
 """Batches: rows of tokens, the token after each one as its label, and the number of bytes behind the labels.
 
-Two map-style datasets: training rows addressed by sample position, validation windows in their order.
+Map-style datasets: training rows addressed by sample position, validation windows in their order.
 """
 
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,60 +15,104 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.order import RowOrder
 from lightning_tricks.data.shards import TokenStream
 
-ROWS_AHEAD = 256  # of which the starts are computed at once
+ROWS_AHEAD = (256, 4096)  # of which the places are computed at once, for a single source and for several
 TOKENS_A_START = 64  # a row has room for the starts of one document in so many tokens
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
 
 
-def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]:
-    """Number of end-of-text tokens before each token of its row: equal within a document.
-
-    Args:
-        input_ids: (B, T).
-        eot_id: the end-of-text token, which belongs to the document that it ends.
-
-    Returns:
-        (B, T) int32, 0 at the first token of each row.
-    """
-    ends = input_ids == eot_id
-    return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
+def begins_after(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.bool_]:
+    """Whether a document begins at each token, (..., T): after an end-of-text token."""
+    begins = np.zeros(input_ids.shape, dtype=bool)
+    begins[..., 1:] = input_ids[..., :-1] == eot_id
+    return begins
 
 
-def with_documents(input_ids: NDArray[np.int64], eot_id: int) -> dict[str, NDArray[np.int32]]:
-    """`document_ids`, and `document_starts` (B, T // 64) int32, by which attention needs no dense mask.
+def with_documents(begins: NDArray[np.bool_]) -> dict[str, NDArray[np.int32]]:
+    """`document_ids` (B, T), and `document_starts` (B, T // 64) int32, by which attention needs no dense mask.
 
     A row of the starts has the positions at which its documents begin, then T. Their number is fixed, so that a GPU
     runs the same kernels for each batch; where a row has more documents, there are no starts.
+
+    Args:
+        begins: (B, T), whether a document begins at each token; the first token of a row always belongs to its first.
     """
-    ids = document_ids(input_ids, eot_id)
+    begins[:, 0] = False
+    ids = np.cumsum(begins, axis=1, dtype=np.int32)
     rows, length = ids.shape
     starts = np.full((rows, length // TOKENS_A_START), length, dtype=np.int32)
     if ids[:, -1].max() >= starts.shape[1]:
         return {"document_ids": ids}
-    row, last = np.nonzero(np.diff(ids, axis=1))
+    row, column = np.nonzero(begins)
     starts[:, 0] = 0
-    starts[row, ids[row, last + 1]] = last + 1  # ids count the documents of a row
+    starts[row, ids[row, column]] = column  # ids count the documents of a row
     return {"document_ids": ids, "document_starts": starts}
+
+
+class SourceRows(Protocol):
+    """The training rows of one source by their address, see `order.Pass`."""
+
+    stream: TokenStream
+
+    def fill(self, address: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        """Write a row's tokens, (T,) both."""
+
+    def begins(self, address: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether a document begins at each token of a row, (T,)."""
+
+    def offset(self, address: int, label: int) -> int:
+        """The offset in the stream of a label of the row; of one near it where the row is filled up."""
+
+
+@dataclass(eq=False)
+class WindowRows:
+    """Rows that are windows of the stream; the address is that of the first token."""
+
+    stream: TokenStream
+    eot_id: int | None  # ends a document
+
+    def fill(self, address: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        """See `SourceRows`."""
+        tokens = self.stream.view(address, len(labels) + 1)
+        input_ids[:], labels[:] = tokens[:-1], tokens[1:]
+
+    def begins(self, address: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """See `SourceRows`."""
+        assert self.eot_id is not None  # checked where documents are asked for
+        return begins_after(input_ids, self.eot_id)
+
+    def offset(self, address: int, label: int) -> int:
+        """See `SourceRows`."""
+        return address + 1 + label
 
 
 class TrainBatches(Dataset[Batch]):
     """Micro-batches by their first row: micro-batch r has rows r..r+micro_batch_size-1 of the order.
 
     Each is `input_ids` (B, T) and `labels` (B, T), int64; `labels[:, t]` is the token after `input_ids[:, t]`. With
-    `eot_id`, also what `with_documents` gives.
+    several sources also `source` (B,) int64, the number of each row's.
+
+    Args:
+        rows: of each source.
+        order: which of them comes at a position.
+        seq_len: T, tokens in a row.
+        micro_batch_size: B, rows in a micro-batch.
+        documents: add what `with_documents` gives.
     """
 
-    def __init__(self, stream: TokenStream, order: WindowOrder, micro_batch_size: int, eot_id: int | None) -> None:
-        self.stream, self.order, self.micro_batch_size, self.eot_id = stream, order, micro_batch_size, eot_id
+    def __init__(
+        self, rows: Sequence[SourceRows], order: RowOrder, seq_len: int, micro_batch_size: int, documents: bool
+    ) -> None:
+        self.rows, self.order, self.documents = rows, order, documents
+        self.seq_len, self.micro_batch_size = seq_len, micro_batch_size
         self._last = self._stride = 0
-        self._ahead: dict[int, NDArray[np.int64]] = {}  # starts of the rows of the next micro-batches, by first row
+        self._ahead: dict[int, NDArray[np.int64]] = {}  # places of the rows of the next micro-batches, by first row
 
-    def starts(self, first_row: int) -> NDArray[np.int64]:
-        """Offsets in the stream at which the rows of the micro-batch with this first row start, (B,).
+    def places(self, first_row: int) -> list[list[int]]:
+        """Source and address of each row of the micro-batch with this first row, (B, 2).
 
         NumPy takes as long for a few rows as for a hundred. So once two micro-batches came at the same distance, those
         of the next micro-batches at that distance are computed as well.
@@ -72,25 +120,40 @@ class TrainBatches(Dataset[Batch]):
         stride, self._last = first_row - self._last, first_row
         repeated, self._stride = stride == self._stride, stride
         if (known := self._ahead.pop(first_row, None)) is not None:
-            return known
-        number = max(ROWS_AHEAD // self.micro_batch_size, 1) if repeated and stride > 0 else 1
+            return known.tolist()
+        ahead = ROWS_AHEAD[len(self.rows) > 1]
+        number = max(ahead // self.micro_batch_size, 1) if repeated and stride > 0 else 1
         firsts = first_row + stride * np.arange(number)
         rows = firsts[:, None] + np.arange(self.micro_batch_size)
-        starts = self.order.starts(rows.ravel()).reshape(rows.shape)
-        self._ahead = dict(zip(firsts[1:].tolist(), starts[1:], strict=True))
-        return starts[0]
+        places = np.stack(self.order.places(rows.ravel()), axis=1).reshape(*rows.shape, 2)
+        self._ahead = dict(zip(firsts[1:].tolist(), places[1:], strict=True))
+        return places[0].tolist()
+
+    def offset(self, first_row: int, row: int, label: int) -> tuple[int, int]:
+        """Source of a row of a micro-batch, and the offset of its label in the stream; see `SourceRows.offset`."""
+        source, address = self.places(first_row)[row]
+        return source, self.rows[source].offset(address, label)
+
+    def describe(self, first_row: int, row: int, label: int, before: int = 0) -> str:
+        """Name the shard of a label, or of a token so many `before` it, for messages."""
+        source, offset = self.offset(first_row, row, label)
+        return self.rows[source].stream.describe(max(offset - before, 0))
 
     def __getitem__(self, first_row: int) -> Batch:
-        shape = (self.micro_batch_size, self.order.seq_len)
+        shape = (self.micro_batch_size, self.seq_len)
         input_ids, labels = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-        for row, start in enumerate(self.starts(first_row).tolist()):
-            tokens = self.stream.view(start, self.order.seq_len + 1)
-            input_ids[row], labels[row] = tokens[:-1], tokens[1:]
-        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-        if self.eot_id is not None:
-            found = with_documents(input_ids, self.eot_id)
-            batch |= {name: torch.from_numpy(array) for name, array in found.items()}
-        return batch
+        begins, places = np.zeros(shape, dtype=bool), self.places(first_row)
+        for row, (source, address) in enumerate(places):
+            rows = self.rows[source]
+            rows.fill(address, input_ids[row], labels[row])
+            if self.documents:
+                begins[row] = rows.begins(address, input_ids[row])
+        batch: dict[str, NDArray] = {"input_ids": input_ids, "labels": labels}
+        if self.documents:
+            batch |= with_documents(begins)
+        if len(self.rows) > 1:
+            batch["source"] = np.array([source for source, _ in places])
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 @dataclass(eq=False)
@@ -154,8 +217,12 @@ class ValidationBatches(Dataset[Batch]):
         elif self.eot_id is not None:
             labels[labels == self.eot_id] = IGNORED
         if self.with_document_ids and self.eot_id is not None:
-            batch |= with_documents(input_ids, self.eot_id)
+            batch |= with_documents(begins_after(input_ids, self.eot_id))
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def describe(self, index: int, row: int, label: int, before: int = 0) -> str:
+        """See `TrainBatches.describe`."""
+        return self.stream.describe(int(self.starts(index)[row]) + 1 + label - before)
 
     def _corrections(self, index: int) -> NDArray[np.int64]:
         """Bytes to add to the rows of batch `index`, (B,); the labels of a row are one token after its inputs."""
@@ -166,3 +233,32 @@ class ValidationBatches(Dataset[Batch]):
         sums = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(added)))
         first, end = np.searchsorted(offsets, np.stack([starts + 1, starts + self.seq_len + 1]))
         return sums[end] - sums[first]
+
+
+class JoinedBatches(Dataset[Batch]):
+    """The validation batches of several sources, one source after the other; `source` (B,) int64 is its number.
+
+    Args:
+        parts: batches by the number of their source.
+    """
+
+    def __init__(self, parts: Mapping[int, ValidationBatches]) -> None:
+        self.parts = dict(parts)
+        self._ends = list(accumulate(map(len, self.parts.values())))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _find(self, index: int) -> tuple[int, ValidationBatches, int]:
+        number = bisect_right(self._ends, index)
+        source, batches = [*self.parts.items()][number]
+        return source, batches, index - (self._ends[number - 1] if number else 0)
+
+    def describe(self, index: int, row: int, label: int, before: int = 0) -> str:
+        """See `TrainBatches.describe`."""
+        _, batches, inside = self._find(index)
+        return batches.describe(inside, row, label, before)
+
+    def __getitem__(self, index: int) -> Batch:
+        source, batches, inside = self._find(index)
+        return {**batches[inside], "source": torch.full((batches.micro_batch_size,), source)}

@@ -1,6 +1,6 @@
-"""A shuffle without memory: the window of the text that belongs to a sample position.
+"""A shuffle without memory: the row of tokens that belongs to a sample position.
 
-Position p, an integer counted over the whole run, names the same window whatever the number of workers, of processes
+Position p, an integer counted over the whole run, names the same row whatever the number of workers, of processes
 or of restarts. Nothing is stored: the order is a keyed permutation, evaluated for the positions that are asked for.
 Samples may be passed over, such as those of a batch that destroyed a run. Those that are left are numbered again
 without gaps: a run asks for a sample by that number, its row.
@@ -8,6 +8,9 @@ without gaps: a run asks for a sample by that number, its row.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,27 +41,46 @@ def permute(index: NDArray[np.integer], n: int, key: int) -> NDArray[np.int64]:
 
     Source: Black & Rogaway, Ciphers with Arbitrary Finite Domains, https://eprint.iacr.org/2001/012.
     """
-    bits = max(2, (n - 1).bit_length())
-    keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]
-    with np.errstate(over="ignore"):
-        out = _feistel(np.asarray(index, dtype=np.uint64), bits, keys)
-        while (outside := out >= np.uint64(n)).any():
-            out = np.where(outside, _feistel(out, bits, keys), out)
+    flat = np.asarray(index).reshape(-1)
+    keys = np.array(_round_keys(key), dtype=np.uint64)[:, None]
+    sizes, bits = (np.full(len(flat), number, dtype=np.uint64) for number in (n, _bits(n)))
+    return _permute(flat, sizes, bits, np.broadcast_to(keys, (_ROUNDS, len(flat)))).reshape(np.shape(index))
+
+
+def _round_keys(key: int) -> list[int]:
+    return [derive_key(key, number) for number in range(_ROUNDS)]
+
+
+def _bits(n: int) -> int:
+    return max(2, (n - 1).bit_length())
+
+
+def _permute(
+    index: NDArray[np.integer], n: NDArray[np.uint64], bits: NDArray[np.uint64], keys: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """`permute` with a domain (size, and bits of the power of two) and keys (rounds, n) for each index."""
+    out = _feistel(index.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(out >= n)
+    while len(outside):
+        out[outside] = _feistel(out[outside], bits[outside], keys[:, outside])
+        outside = outside[out[outside] >= n[outside]]
     return out.astype(np.int64)
 
 
-def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+def _feistel(x: NDArray[np.uint64], bits: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One pass over [0, 2**bits). With an odd number of bits the halves differ by one and change places each round."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = x >> np.uint64(right_bits), x & np.uint64((1 << right_bits) - 1)
+    one = np.uint64(1)
+    left_bits = bits >> one
+    right_bits = bits - left_bits
+    left, right = x >> right_bits, x & ((one << right_bits) - one)
     for key in keys:
         # the finalizer of MurmurHash3, cut to the bits of the other half
         mixed = (right + key) * np.uint64(0xFF51AFD7ED558CCD)
         mixed = (mixed ^ (mixed >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
         mixed ^= mixed >> np.uint64(33)
-        left, right = right, left ^ (mixed & np.uint64((1 << left_bits) - 1))
+        left, right = right, left ^ (mixed & ((one << left_bits) - one))
         left_bits, right_bits = right_bits, left_bits
-    return (left << np.uint64(right_bits)) | right
+    return (left << right_bits) | right
 
 
 class SkippedSamples:
@@ -114,37 +136,84 @@ def _pair(given: Sequence[int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-class WindowOrder:
-    """The start in the stream of the window that belongs to a sample position.
+@dataclass(frozen=True)
+class Pass:
+    """The rows of a source, each of which a pass over it (epoch) has once, in an order of its own.
 
-    The stream is cut into windows of `seq_len` tokens, whose targets reach one token further. Each pass over them
-    (epoch) has its own shuffle and its own offset of the cuts in [0, seq_len), so that a second pass does not see the
-    same windows again. In one pass no token is a target twice; at most 2 * seq_len - 1 tokens at the ends of the
-    stream are not seen.
+    Row r has the address `r * step + shift`, where the shift is another in [0, shifts) in each epoch.
+    """
+
+    rows: int
+    step: int
+    shifts: int
+    seed: int  # of the order
+
+
+def windows(tokens: int, seq_len: int, seed: int) -> Pass:
+    """A stream cut into windows of `seq_len` tokens, whose targets reach one token further; addresses are offsets.
+
+    Each epoch shifts the cuts, so that a second pass does not see the same windows again. In one pass no token is a
+    target twice; at most 2 * seq_len - 1 tokens at the ends of the stream are not seen.
 
     Args:
         tokens: length of the stream, more than `seq_len`.
         seq_len: tokens in a window.
         seed: any integer.
-        skipped: samples to pass over; with it, windows are asked for by row.
+    """
+    if tokens <= seq_len:
+        raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
+    # one window is given up for the shift, unless it is the only one
+    rows = max(tokens // seq_len - 1, 1)
+    return Pass(rows, seq_len, min(seq_len, tokens - rows * seq_len), seed)
+
+
+class RowOrder:
+    """Source and address of the row that belongs to a sample position.
+
+    Args:
+        passes: of each source.
+        mixture: of the sources, by their number; None for a single one.
+        skipped: samples to pass over; with it, rows are asked for in place of positions.
     """
 
-    def __init__(self, tokens: int, seq_len: int, seed: int, skipped: SkippedSamples | None = None) -> None:
-        self.seq_len, self.seed, self._skipped = seq_len, seed, skipped
-        # one window is given up for the offset, unless it is the only one
-        self.windows = max(tokens // seq_len - 1, 1)
-        self._offsets = min(seq_len, tokens - self.windows * seq_len)
-        if self._offsets < 1:
-            raise ValueError(f"{tokens} tokens hold no window of {seq_len} tokens and the token after it")
+    def __init__(
+        self, passes: Sequence[Pass], mixture: "Mixes | None" = None, skipped: SkippedSamples | None = None
+    ) -> None:
+        self.passes, self._mixture, self._skipped = list(passes), mixture, skipped
+        self._rows = np.array([each.rows for each in passes], dtype=np.int64)
+        self._bits = np.array([_bits(each.rows) for each in passes], dtype=np.uint64)
+        self._steps = np.array([each.step for each in passes], dtype=np.int64)
 
-    def starts(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """First token of each sample position's window: (n,) int64, from which `seq_len + 1` tokens can be read."""
-        positions = positions if self._skipped is None else self._skipped.positions(positions)
-        epochs, inside = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
-        out = np.empty_like(inside)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            window = permute(inside[rows], self.windows, derive_key(self.seed, int(epoch)))
-            offset = derive_key(self.seed, int(epoch), 1) % self._offsets
-            out[rows] = window * self.seq_len + offset
-        return out
+    @property
+    def rows_in_pass(self) -> int:
+        """Rows of a pass over all sources."""
+        return int(self._rows.sum())
+
+    def places(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Number of the source of each sample position, and the row's address in it: (n,) int64 both."""
+        positions = np.asarray(positions, dtype=np.int64)
+        if self._skipped is not None:
+            positions = self._skipped.positions(positions)
+        source, index = (np.zeros_like(positions), positions)
+        if self._mixture is not None:
+            source, index = self._mixture.rows(positions)
+        epoch, inside = np.divmod(index, self._rows[source])
+        several = len(self.passes)
+        known, which = np.unique(epoch * several + source, return_inverse=True)
+        numbers = [_epoch_numbers(self.passes[pair % several], pair // several) for pair in known.tolist()]
+        keys = np.array(numbers, dtype=np.uint64)[which].T
+        rows = _permute(inside, self._rows[source].astype(np.uint64), self._bits[source], keys[:_ROUNDS])
+        return source, rows * self._steps[source] + keys[_ROUNDS].astype(np.int64)
+
+
+class Mixes(Protocol):
+    """What chooses among several sources."""
+
+    def rows(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Number of the source of each position, and the index in the source's own order: (n,) int64 both."""
+
+
+@lru_cache(maxsize=4096)
+def _epoch_numbers(rows: Pass, epoch: int) -> tuple[int, ...]:
+    """The keys of the rounds, and the shift."""
+    return (*_round_keys(derive_key(rows.seed, epoch)), derive_key(rows.seed, epoch, 1) % rows.shifts)

@@ -15,6 +15,7 @@ https://arxiv.org/abs/2404.10830.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -116,27 +117,24 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
         room: tokens in a row.
     """
     sizes, counts = np.unique(lengths, return_counts=True)
-    gaps, rows_with, rows = list[int](), dict[int, list[int]](), 0
+    gaps, rows_with, rows = list[int](), defaultdict[int, list[int]](list), 0
     found = list[int]()  # row of each piece, in the order of their lengths
     for size, left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while left:
             at = bisect_left(gaps, size)
-            gap = gaps[at] if at < len(gaps) else room
-            each = min(gap // size, left)  # after the first piece, the smallest gap is that of the same row
-            if at < len(gaps):
-                same = rows_with[gap]
-                used = same[-(left // each) :]
-                del same[-len(used) :]
-                if not same:
-                    del rows_with[gap], gaps[at]
-            else:
-                used = list(range(rows, rows + left // each))
-                rows += len(used)
+            if at == len(gaps):
+                gaps.append(room)
+                rows_with[room] = list(range(rows, rows := rows + max(left // (room // size), 1)))
+            gap = gaps[at]
+            each = min(gap // size, left)  # once a row has a piece, its own gap is the smallest that holds the next
+            used = rows_with[gap][-(left // each) :]
+            del rows_with[gap][-len(used) :]
+            if not rows_with[gap]:
+                del gaps[at]
             found += used * each
             left -= len(used) * each
             if rest := gap - size * each:
-                if rest not in rows_with:
-                    rows_with[rest] = []
+                if not rows_with[rest]:
                     insort(gaps, rest)
                 rows_with[rest] += used
     out = np.empty(len(lengths), dtype=np.int64)

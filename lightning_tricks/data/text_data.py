@@ -27,9 +27,10 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
-from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.content import build_once
+from lightning_tricks.data.base import Source, TokenDataModule
+from lightning_tricks.data.content import build_once, default_cache_dir
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
+from lightning_tricks.data.packed_rows import Packing, check_packing
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
 from lightning_tricks.data.tokenizer import (
@@ -43,11 +44,6 @@ from lightning_tricks.data.tokenizer import (
 )
 
 __all__ = ["TextData"]
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/lightning_tricks`, else `~/.cache/lightning_tricks`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_tricks"
 
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
@@ -201,6 +197,8 @@ class TextData(TokenDataModule):
         document_ids: add `document_ids` and `document_starts`, so that attention can stay within documents.
         cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
+        packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
+            in which no document is cut that fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -221,7 +219,9 @@ class TextData(TokenDataModule):
         document_ids: bool = False,
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
+        packing: Packing = "cut",
     ) -> None:
+        check_packing(packing, seq_len)
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")
@@ -233,7 +233,12 @@ class TextData(TokenDataModule):
         self.files = None if given is None else [str(file) for file in given]
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
-        self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
+        self.hf_dataset, self.text_field, self.val_fraction, self.packing = (
+            hf_dataset,
+            text_field,
+            val_fraction,
+            packing,
+        )
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
@@ -304,15 +309,25 @@ class TextData(TokenDataModule):
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def prepare_data(self) -> None:
-        """Tokenize into the cache, unless that has been done."""
+        """Tokenize into the cache, and plan packed rows, unless that has been done."""
         settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
         with suppress(OSError):  # for the record of the text's hashes; `build_once` says what is wrong
             self.cache_dir.mkdir(parents=True, exist_ok=True)
         build_once(self.folder, lambda folder: tokenize_corpus(self._corpus, folder, *settings))
+        if self.packing == "best_fit":
+            self._open()
 
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check that they fit the tokenizer."""
         self.prepare_data()  # for use without a Trainer; with one, the folder exists
+        source, tokenizer = self._open()
+        name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
+        self.use([source], tokenizer, name)
+        if self.val_fraction == 1:
+            rank_zero_info(self.data_summary())
+
+    def _open(self) -> tuple[Source, Tokenizer]:
+        """The shards and the tokenizer that wrote them."""
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             tokenizer = load_tokenizer(self.folder / "tokenizer.json")
@@ -326,12 +341,12 @@ class TextData(TokenDataModule):
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
-        name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
-        self.use(streams, tokenizer, self.folder.name, name, byte_corrections=corrections)
-        if self.val_fraction == 1:
-            rank_zero_info(self.data_summary())
+        source = Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed)
+        if self.packing == "best_fit" and "train" in streams:
+            source.pack(self.seq_len, self.eot_id, self.cache_dir)
+        return source, tokenizer
 
-    def source_files(self, offsets: Sequence[int]) -> list[Path | None]:
+    def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
         """The text file behind the tokens at these offsets of the training stream; reads the text up to the last.
 
         None for a Hugging Face dataset, and for text so long that to read it again would take minutes.
@@ -351,5 +366,6 @@ class TextData(TokenDataModule):
         return (
             f"{self._corpus.description}: {train['documents'] + val['documents']:,} documents, "
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
-            f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token; {self.folder}"
+            f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token"
+            f"{self.sources[0].packing}; {self.folder}"
         )

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from harness.windows import WindowOrder, train_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.data.batches import TrainBatches, ValidationBatches, document_ids
-from lightning_tricks.data.order import WindowOrder
+from lightning_tricks.data.batches import ValidationBatches, begins_after, with_documents
 from lightning_tricks.data.shards import TokenStream
 
 
@@ -20,7 +20,7 @@ class Tokens(TokenStream):
 
 def test_a_label_is_the_token_after_its_input():
     stream = Tokens(range(100))
-    batch = TrainBatches(stream, WindowOrder(100, 7, seed=0), micro_batch_size=3, eot_id=None)[6]
+    batch = train_batches(stream, 100, 7, 3)[6]
     assert {name: (tuple(t.shape), str(t.dtype)) for name, t in batch.items()} == {
         "input_ids": ((3, 7), "torch.int64"),
         "labels": ((3, 7), "torch.int64"),
@@ -30,7 +30,7 @@ def test_a_label_is_the_token_after_its_input():
 
 
 def test_input_and_labels_do_not_share_memory():
-    batch = TrainBatches(Tokens(range(100)), WindowOrder(100, 7, seed=0), 2, None)[0]
+    batch = train_batches(Tokens(range(100)), 100, 7, 2)[0]
     before = batch["labels"].clone()
     batch["input_ids"].zero_()
     assert torch.equal(batch["labels"], before)
@@ -38,16 +38,17 @@ def test_input_and_labels_do_not_share_memory():
 
 def test_document_ids_count_the_ends_before_a_token():
     rows = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 2, 3, 4, 5, 6]])
-    assert document_ids(rows, eot_id=0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert document_ids(rows, eot_id=0).dtype == np.int32
-    batch = TrainBatches(Tokens([3, 0] * 20), WindowOrder(40, 4, seed=0), 1, eot_id=0)[0]
+    found = with_documents(begins_after(rows, eot_id=0))["document_ids"]
+    assert found.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert found.dtype == np.int32
+    batch = train_batches(Tokens([3, 0] * 20), 40, 4, 1, eot_id=0)[0]
     assert batch["document_ids"].tolist() in ([[0, 0, 1, 1]], [[0, 1, 1, 2]])
 
 
 def test_both_kinds_of_batches_say_where_documents_begin():
     stream = Tokens(([1] * 149 + [0]) * 3)  # documents begin at 0, 150 and 300
     order = WindowOrder(450, 128, seed=0)
-    train = TrainBatches(stream, order, 2, eot_id=0)[0]
+    train = train_batches(stream, 450, 128, 2, eot_id=0)[0]
     second = [min(150 - begin % 150, 128) for begin in order.starts(np.arange(2)).tolist()]
     assert train["document_starts"].tolist() == [[0, begin] for begin in second]
     val = ValidationBatches(stream, 128, 3, eot_id=0, with_document_ids=True)[0]
@@ -104,14 +105,11 @@ def test_one_validation_token_is_no_batch():
     assert len(ValidationBatches(Tokens([1]), 4, 2)) == 0
 
 
-@pytest.mark.parametrize("dataset", ["train", "val"])
-def test_batches_say_where_their_rows_start(dataset):
+def test_batches_say_where_their_rows_start():
     stream = Tokens(range(100))
-    made = {
-        "train": TrainBatches(stream, WindowOrder(100, 7, seed=0), 3, None),
-        "val": ValidationBatches(stream, 7, 3, rank=1, world=2),
-    }[dataset]
-    assert made.starts(1).tolist() == made[1]["input_ids"][:, 0].tolist()
+    train, val = train_batches(stream, 100, 7, 3), ValidationBatches(stream, 7, 3, rank=1, world=2)
+    assert [train.offset(1, row, 2) for row in range(3)] == [(0, label) for label in train[1]["labels"][:, 2].tolist()]
+    assert val.starts(1).tolist() == val[1]["input_ids"][:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,7 @@ def test_batches_say_where_their_rows_start(dataset):
 )
 def test_a_micro_batch_has_its_own_rows_whatever_was_asked_for_before(first_rows):
     order = WindowOrder(1000, 7, seed=0)
-    batches, ahead = TrainBatches(Tokens(range(1000)), order, 3, None), 0
+    batches, ahead = train_batches(Tokens(range(1000)), 1000, 7, 3), 0
     for first_row in first_rows:
         expected = order.starts(np.arange(first_row, first_row + 3))
         # asked once: twice would end the equal distances at which the next ones are computed ahead

@@ -5,13 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from harness.windows import WindowOrder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.run_facts import samples_in_words
 from lightning_tricks.data import TokenData, permute
-from lightning_tricks.data.order import SkippedSamples, WindowOrder, derive_key
+from lightning_tricks.data.order import SkippedSamples, derive_key
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))

@@ -9,13 +9,12 @@ import pytest
 import torch
 from harness.models import Small
 from harness.runs import fit, trainer_with
+from harness.windows import train_batches
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import ShardWriter, TextData, TokenData
 from lightning_tricks.data.base import Loader, TokenIdCheck
-from lightning_tricks.data.batches import TrainBatches
 from lightning_tricks.data.cursor import FirstRows
-from lightning_tricks.data.order import WindowOrder
 from lightning_tricks.data.shards import TokenStream
 from lightning_tricks.data.tokenizer import train_bpe
 
@@ -213,7 +212,7 @@ def test_a_fit_after_a_validation_of_a_checkpoint_starts_at_row_0(write_shard, t
 @pytest.mark.parametrize("end_later", [10, 5, 2])  # the first is beyond all that workers have fetched by then
 def test_the_batches_are_the_same_for_any_number_of_workers_where_the_end_moves(write_shard, end_later):
     stream = TokenStream([write_shard(np.arange(200))])
-    batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
+    batches = train_batches(stream, len(stream), 8, 1)
     rows = []
     for num_workers in (0, 2):
         end, served = 4, []
@@ -241,7 +240,7 @@ def test_where_there_is_cuda_batches_are_pinned_unless_the_trainer_has_another_d
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(True) or tensor)
     monkeypatch.setattr("lightning_tricks.data.base.DataLoader", plain_loader)
     stream = TokenStream([write_shard(np.arange(200))])
-    batches = TrainBatches(stream, WindowOrder(len(stream), 8, 0), 1, None)
+    batches = train_batches(stream, len(stream), 8, 1)
     trainer = device and SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
     assert len(list(Loader(batches, lambda: range(3), num_workers, TokenIdCheck(), trainer))) == 3
     assert any(pinned) == pins
