@@ -26,7 +26,7 @@ from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.data.batches import Batch, JoinedBatches, TrainBatches, ValidationBatches, WindowRows
 from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, windows
-from lightning_tricks.data.packed_rows import PackedRows
+from lightning_tricks.data.packed_rows import PackedRows, Packing
 from lightning_tricks.data.shards import TokenStream
 from lightning_tricks.data.tokenizer import (
     changes_text,
@@ -53,7 +53,8 @@ class Source:
             tokenizer changes no text.
         name: in a mixture.
         seed: of the order of its rows.
-        packed: its training rows where they are packed; None: windows.
+        packing: of its training rows, see `PackedRows`.
+        packed: these rows, once there is a plan of them; None: they are windows.
     """
 
     streams: dict[str, TokenStream]
@@ -62,16 +63,25 @@ class Source:
     byte_corrections: NDArray[np.int64] | None = None
     name: str = ""
     seed: int = 0
+    packing: Packing = "cut"
     packed: PackedRows | None = None
 
-    def pack(self, seq_len: int, eot_id: int, cache_dir: Path) -> None:
-        """Serve training rows that are packed by best fit; see `PackedRows` for what is made and refused."""
-        known_by = f"{self.fingerprint} {self.content}"
-        self.packed = PackedRows(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, known_by)
+    def pack(self, seq_len: int, eot_id: int | None, cache_dir: Path) -> None:
+        """Make the plan of packed rows, or open it, where `packing` asks for one.
+
+        Raises:
+            UsageError: also without an end-of-text token.
+        """
+        if self.packing == "cut" or self.packed is not None:
+            return
+        if eot_id is None:
+            raise UsageError("packing=best_fit: documents end at the end-of-text token; give eot_id or tokenizer")
+        data = f"{self.fingerprint} {self.content}"
+        self.packed = PackedRows(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, data)
         self.fingerprint += " packed"
 
     @property
-    def packing(self) -> str:
+    def packed_summary(self) -> str:
         """For the line on the data."""
         return "" if self.packed is None else f"; {self.packed.summary()}"
 
@@ -187,6 +197,8 @@ class TokenDataModule(pl.LightningDataModule):
     The arguments are those of the subclasses.
     """
 
+    cache_dir: Path
+
     def __init__(
         self,
         seq_len: int,
@@ -203,6 +215,9 @@ class TokenDataModule(pl.LightningDataModule):
             if (value := getattr(self, option)) < least:
                 raise UsageError(f"{option}={value}: it must be at least {least}")
         self.tokenizer: Tokenizer | None = None
+        self._given_tokenizer: Tokenizer | None = None
+        self._tokenizer_name = ""
+        self.vocab_size: int | None = None
         self.eot_id: int | None = None
         self.sources: list[Source] = []
         self.token_texts: list[bytes] | None = None
@@ -216,6 +231,10 @@ class TokenDataModule(pl.LightningDataModule):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
+
+    def open_source(self) -> Source:
+        """Open the tokens, which `prepare_data` has made; for a mixture and for `setup`."""
+        raise NotImplementedError
 
     @property
     def streams(self) -> dict[str, TokenStream]:
@@ -235,10 +254,8 @@ class TokenDataModule(pl.LightningDataModule):
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
         self.sources, self.tokenizer = list(sources), tokenizer
+        self._pack(self.sources)
         self._cursor.identity |= self._identity()
-        for source in sources:
-            if "train" in source.streams:
-                self._check_length(source.streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
             validated = [source for source in sources if "val" in source.streams]
@@ -259,6 +276,13 @@ class TokenDataModule(pl.LightningDataModule):
         (source,) = self.sources
         found = {"data": source.fingerprint, "content": source.content}
         return {name: value for name, value in found.items() if value is not None}
+
+    def _pack(self, sources: Sequence[Source]) -> None:
+        """Plan packed rows; refuses too few tokens for one row."""
+        for source in sources:
+            if "train" in source.streams:
+                self._check_length(source.streams["train"])
+                source.pack(self.seq_len, self.eot_id, self.cache_dir)
 
     def _check_length(self, train: TokenStream) -> None:
         """Refuse too few tokens for one row."""
@@ -282,10 +306,14 @@ class TokenDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> Loader:
         """Micro-batches from the run's cursor to its last step."""
         if self.trainer is not None:
-            self._cursor.begin(self.trainer)
+            self._begin(self.trainer)
         batches = self._training_batches(self.micro_batch_size, self._cursor.skipped)
         keys = partial(self._first_rows_from_now, batches.order.rows_in_pass)
         return Loader(batches, keys, self.num_workers, self._id_check, self.trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """Fix where this run starts."""
+        self._cursor.begin(trainer)
 
     def _first_rows_from_now(self, rows_in_pass: int) -> Iterable[int]:
         if self.trainer is None:
@@ -314,7 +342,7 @@ class TokenDataModule(pl.LightningDataModule):
         return windows(len(source.streams["train"]), self.seq_len, source.seed)
 
     def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
-        """The text file behind tokens of a source's training stream, by their offsets; None where it is not known."""
+        """The text file behind the tokens at these offsets of a source's training stream; None if it is not known."""
         return [None] * len(offsets)
 
     def val_dataloader(self) -> Loader | list[Any]:
@@ -428,4 +456,4 @@ class TokenDataModule(pl.LightningDataModule):
 
 def _counted(source: Source) -> str:
     parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in source.streams.items()]
-    return f"{' and '.join(parts)}{source.packing}; {next(iter(source.streams.values())).paths[0].parent}"
+    return f"{' and '.join(parts)}{source.packed_summary}; {next(iter(source.streams.values())).paths[0].parent}"

@@ -249,7 +249,7 @@ class DataCursor:
     def state_dict(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The state from which a later run goes on with the next row, however it splits the global batch."""
         plan = accumulation(trainer)
-        state = {"samples": self._position_of(self.rows(trainer)), "micro_batches": plan.at(steps_done(trainer))}
+        state = {"samples": self.position_of(self.rows(trainer)), "micro_batches": plan.at(steps_done(trainer))}
         if len(plan.starts) > 1:
             state["in_step"] = micro_batches_in_step(trainer, batch_progress(trainer).current.ready)
         return {**state, "history": self.history(trainer).state(), **self.identity}
@@ -262,11 +262,16 @@ class DataCursor:
         for start, end, number in zip(plan.starts, (*plan.starts[1:], ENDLESS), plan.micro_batches, strict=True):
             step = max(start, self._since)
             if step < end:
-                first = self._position_of(self._rows_before(trainer, step))
+                first = self.position_of(self._rows_before(trainer, step))
                 history = history.extended(Span(step, first, number * at_once, self.skipped.ranges))
         return history
 
-    def _position_of(self, row: int) -> int:
+    def position_at(self, trainer: pl.Trainer, step: int | None = None) -> int:
+        """Position of the first sample after so many steps, from those done when this run began; now if None."""
+        return self.position_of(self.rows(trainer) if step is None else self._rows_before(trainer, step))
+
+    def position_of(self, row: int) -> int:
+        """Position of the sample of a row."""
         (position,) = self.skipped.positions(np.array([row])).tolist()
         return position
 

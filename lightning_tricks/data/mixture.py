@@ -11,6 +11,7 @@ Weights are whole millionths, so that all of it is exact in 64 bits up to row 2*
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -231,8 +232,7 @@ class Mixture:
         since: int = 0,
     ) -> None:
         past = [segment for segment in past if segment.position < since]
-        known = [name for weights in (*stages, *past) for name in weights.weights]
-        self.names = list(dict.fromkeys(known))
+        self.names = list(dict.fromkeys(chain(*(stage.weights for stage in stages), *(s.weights for s in past))))
         self.end: int | None = None
         self._segments: list[Segment] = []
         self._resolved: list[Resolved] = []

@@ -191,12 +191,12 @@ class RowOrder:
 
     def places(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Number of the source of each sample position, and the row's address in it: (n,) int64 both."""
-        positions = np.asarray(positions, dtype=np.int64)
+        where = np.asarray(positions, dtype=np.int64)
         if self._skipped is not None:
-            positions = self._skipped.positions(positions)
-        source, index = (np.zeros_like(positions), positions)
+            where = self._skipped.positions(where)
+        source, index = np.zeros_like(where), where
         if self._mixture is not None:
-            source, index = self._mixture.rows(positions)
+            source, index = self._mixture.rows(where)
         epoch, inside = np.divmod(index, self._rows[source])
         several = len(self.passes)
         known, which = np.unique(epoch * several + source, return_inverse=True)

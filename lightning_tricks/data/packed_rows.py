@@ -30,12 +30,10 @@ FORMAT_VERSION = 1  # part of the folder's name: raise it when the same input gi
 _CHUNK = 1 << 22  # tokens in which the ends of documents are looked for at once
 
 
-def check_packing(option: str, seq_len: int) -> None:
-    """Refuse another word than those of `Packing`, and rows that are too long for a plan."""
+def check_packing(option: str) -> None:
+    """Refuse another word than those of `Packing`."""
     if option not in get_args(Packing):
         raise UsageError(f"packing={option!r}: give cut or best_fit")
-    if option == "best_fit" and seq_len > packing.MAX_SEQ_LEN:
-        raise UsageError(f"packing=best_fit: seq_len={seq_len} is above {packing.MAX_SEQ_LEN}; shorten it, or give cut")
 
 
 class PackedRows:
@@ -57,7 +55,7 @@ class PackedRows:
             after their last tokens. None: a document ends with each end-of-text token.
 
     Raises:
-        UsageError: a cache that cannot be written, a damaged plan.
+        UsageError: rows that are too long, a cache that cannot be written, a damaged plan.
     """
 
     def __init__(
@@ -70,6 +68,10 @@ class PackedRows:
         fingerprint: str,
         find_ends: Callable[[int, int], NDArray[np.int64]] | None = None,
     ) -> None:
+        if seq_len > packing.MAX_SEQ_LEN:
+            raise UsageError(
+                f"packing=best_fit: seq_len={seq_len} is above {packing.MAX_SEQ_LEN}; lower it, or set cut"
+            )
         self.stream, self.eot_id, self.seq_len = stream, eot_id, seq_len
         slack, block = packing.SLACK, packing.BLOCK_TOKENS
         self._settings = repr((FORMAT_VERSION, fingerprint, len(stream), eot_id, seq_len, seed, slack, block))

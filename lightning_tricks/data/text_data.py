@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,29 @@ def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]
     return found
 
 
-def _sample(corpus: Corpus, threshold: int) -> Iterator[str]:
-    """Training documents, until there is enough to learn a tokenizer from."""
+def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path) -> Path:
+    """The file of a byte-level BPE learned from the training documents of all texts, equally much of each."""
+    identities = [(part.corpus.identity(cache_dir, part.is_recorded), part.val_fraction) for part in texts]
+    key = hashlib.sha256(repr((FORMAT_VERSION, identities, vocab_size)).encode()).hexdigest()[:16]
+
+    def build(folder: Path) -> None:
+        say(f"Learning a tokenizer of {vocab_size} tokens from {len(texts)} sources", file=sys.stderr)
+        samples = (
+            _sample(part.corpus, validation_threshold(part.corpus.documents(), part.val_fraction), len(texts))
+            for part in texts
+        )
+        tokenizer = train_bpe(chain.from_iterable(samples), vocab_size)
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+    build_once(cache_dir / f"tokenizer-{key}", build)
+    return cache_dir / f"tokenizer-{key}" / "tokenizer.json"
+
+
+def _sample(corpus: Corpus, threshold: int, texts: int = 1) -> Iterator[str]:
+    """Training documents, until there is enough to learn a tokenizer from, together with as much of the other texts."""
     seen = 0
     for document in corpus.documents():
-        if seen >= BPE_BYTES:
+        if seen >= BPE_BYTES // texts:
             return
         if document_hash(document) >= threshold:
             seen += len(document)
@@ -221,7 +239,7 @@ class TextData(TokenDataModule):
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
     ) -> None:
-        check_packing(packing, seq_len)
+        check_packing(packing)
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")
@@ -268,7 +286,8 @@ class TextData(TokenDataModule):
         return data
 
     @cached_property
-    def _corpus(self) -> Corpus:
+    def corpus(self) -> Corpus:
+        """The documents."""
         if self.hf_dataset is not None:
             return hugging_face(self.hf_dataset, self.text_field)
         if self.files is None:
@@ -277,7 +296,7 @@ class TextData(TokenDataModule):
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse text that is not there, and a library that is missing."""
-        _ = self._corpus
+        _ = self.corpus
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Read the first document, and see where its tokens are or will be; a line on them, for `check`.
@@ -288,46 +307,45 @@ class TextData(TokenDataModule):
         Raises:
             UsageError: text that cannot be read, a cache that cannot be written.
         """
-        if next(iter(self._corpus.documents()), None) is None:
-            raise UsageError(f"files: {self._corpus.description} holds no text; check the path")
-        size = "" if self._corpus.n_bytes is None else f", {self._corpus.n_bytes / 1e6:,.2f} MB"
-        text = f"{self._corpus.description}{size}, a tokenizer of {self.vocab_size:,} tokens"
+        if next(iter(self.corpus.documents()), None) is None:
+            raise UsageError(f"files: {self.corpus.description} holds no text; check the path")
+        size = "" if self.corpus.n_bytes is None else f", {self.corpus.n_bytes / 1e6:,.2f} MB"
+        text = f"{self.corpus.description}{size}, a tokenizer of {self.vocab_size:,} tokens"
         if (self.folder / "meta.json").is_file():
             return f"{text}; tokenized in {self.folder}"
         check_folder("cache_dir", self.folder.parent)
         return f"{text}; fit tokenizes it first, or prepare"
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether one process of this host has asked for the text's identity, in `prepare_data`."""
+        return self.trainer is not None and self.trainer.local_rank != 0
 
     @cached_property
     def folder(self) -> Path:
         """The folder for the shards of exactly this text, tokenizer and split; `prepare_data` makes it."""
         given = self._given_tokenizer
         tokenizer = self._vocab_size_to_learn if given is None else tokenizer_sha256(given)
-        # one process of each host has asked for the text's identity in prepare_data
-        recorded = self.trainer is not None and self.trainer.local_rank != 0
-        identity = self._corpus.identity(self.cache_dir, recorded)
+        identity = self.corpus.identity(self.cache_dir, self.is_recorded)
         key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
-    def prepare_data(self) -> None:
-        """Tokenize into the cache, and plan packed rows, unless that has been done."""
+    def prepare_shards(self) -> None:
+        """Tokenize into the cache, unless that has been done."""
         settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
         with suppress(OSError):  # for the record of the text's hashes; `build_once` says what is wrong
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-        build_once(self.folder, lambda folder: tokenize_corpus(self._corpus, folder, *settings))
+        build_once(self.folder, lambda folder: tokenize_corpus(self.corpus, folder, *settings))
+
+    def prepare_data(self) -> None:
+        """Tokenize into the cache, and plan packed rows, unless that has been done."""
+        self.prepare_shards()
         if self.packing == "best_fit":
-            self._open()
+            self._pack([self.open_source()])
 
-    def setup(self, stage: str | None = None) -> None:
-        """Map the shards into memory and check that they fit the tokenizer."""
-        self.prepare_data()  # for use without a Trainer; with one, the folder exists
-        source, tokenizer = self._open()
-        name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
-        self.use([source], tokenizer, name)
-        if self.val_fraction == 1:
-            rank_zero_info(self.data_summary())
-
-    def _open(self) -> tuple[Source, Tokenizer]:
-        """The shards and the tokenizer that wrote them."""
+    def open_source(self) -> Source:
+        """Map the shards into memory and check that they fit the tokenizer, which is the given one from now on."""
+        self.prepare_shards()  # for use without a Trainer; with one, the folder exists
         try:
             self.meta = json.loads((self.folder / "meta.json").read_text(encoding="utf-8"))
             tokenizer = load_tokenizer(self.folder / "tokenizer.json")
@@ -341,17 +359,23 @@ class TextData(TokenDataModule):
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:  # UsageError is a ValueError
             raise UsageError(f"cache_dir: {self.folder} is damaged ({error}); delete that folder") from error
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
-        source = Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed)
-        if self.packing == "best_fit" and "train" in streams:
-            source.pack(self.seq_len, self.eot_id, self.cache_dir)
-        return source, tokenizer
+        name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
+        self._given_tokenizer, self._tokenizer_name = tokenizer, name
+        return Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed, packing=self.packing)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the shards into memory and check them."""
+        source = self.open_source()
+        self.use([source], self._given_tokenizer, self._tokenizer_name)
+        if self.val_fraction == 1:
+            rank_zero_info(self.data_summary())
 
     def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
         """The text file behind the tokens at these offsets of the training stream; reads the text up to the last.
 
         None for a Hugging Face dataset, and for text so long that to read it again would take minutes.
         """
-        corpus = self._corpus
+        corpus = self.corpus
         if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
             return [None] * len(offsets)
         numbers = self.streams["train"].count_before(self.eot_id, offsets)
@@ -362,10 +386,10 @@ class TextData(TokenDataModule):
         """One line on the data; after `setup`."""
         val = self.meta["val"]
         if (train := self.meta.get("train")) is None:
-            return f"{self._corpus.description}: {val['bytes']:,} bytes, {val['tokens']:,} tokens"
+            return f"{self.corpus.description}: {val['bytes']:,} bytes, {val['tokens']:,} tokens"
         return (
-            f"{self._corpus.description}: {train['documents'] + val['documents']:,} documents, "
+            f"{self.corpus.description}: {train['documents'] + val['documents']:,} documents, "
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
             f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token"
-            f"{self.sources[0].packing}; {self.folder}"
+            f"{self.sources[0].packed_summary}; {self.folder}"
         )

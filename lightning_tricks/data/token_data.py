@@ -65,7 +65,7 @@ class TokenData(TokenDataModule):
         packing: Packing = "cut",
         cache_dir: str | None = None,
     ) -> None:
-        check_packing(packing, seq_len)
+        check_packing(packing)
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.train, self.val, self.shard_format, self.packing = train, val, shard_format, packing
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
@@ -75,9 +75,8 @@ class TokenData(TokenDataModule):
             known = vocabulary_size(self._given_tokenizer)
             self.vocab_size = known if vocab_size is None else min(vocab_size, known)
             self.eot_id = end_of_text(self._given_tokenizer) if eot_id is None else eot_id
-        for option, needs in (("document_ids=True", document_ids), ("packing=best_fit", packing == "best_fit")):
-            if needs and self.eot_id is None:
-                raise UsageError(f"{option}: documents end at the end-of-text token; give eot_id or tokenizer")
+        if document_ids and self.eot_id is None:
+            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse shards that are not there."""
@@ -88,25 +87,22 @@ class TokenData(TokenDataModule):
     def prepare_data(self) -> None:
         """Plan packed rows, unless that has been done."""
         if self.packing == "best_fit":
-            self._source()
+            self._pack([self.open_source()])
 
-    def setup(self, stage: str | None = None) -> None:
-        """Map the shards into memory and check them."""
-        self.use([self._source()], self._given_tokenizer, self._tokenizer_name)
-        if self.vocab_size is not None:
-            self.check_ids(self.vocab_size, "vocab_size")
-
-    def _source(self) -> Source:
+    def open_source(self) -> Source:
+        """Map the shards into memory."""
         streams = self._streams()
         files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
-        source = Source(streams, names, content, corrections, seed=self.seed)
-        if self.packing == "best_fit" and self.eot_id is not None:
-            self._check_length(streams["train"])
-            source.pack(self.seq_len, self.eot_id, self.cache_dir)
-        return source
+        return Source(streams, names, content, corrections, seed=self.seed, packing=self.packing)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Map the shards into memory and check them."""
+        self.use([self.open_source()], self._given_tokenizer, self._tokenizer_name)
+        if self.vocab_size is not None:
+            self.check_ids(self.vocab_size, "vocab_size")
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Open the shards and compare their ids with the vocabularies; a line on them, for `check`.
@@ -151,6 +147,11 @@ class TokenData(TokenDataModule):
             raise UsageError(f"{whose} {reason}; repair it or move it away") from error
         if recorded not in ("", tokenizer_sha256(self._given_tokenizer)):
             raise UsageError(f"{whose} it did not write the shards in {folder}; use {folder / 'tokenizer.json'}")
+
+
+def holds_tokens(path: str) -> bool:
+    """Whether a path or glob names token shards, and no text."""
+    return Path(path).suffix in (".bin", ".npy", ".ds") or (Path(path) / "index.json").is_file()
 
 
 def _byte_corrections(paths: list[Path]) -> NDArray[np.int64] | None:

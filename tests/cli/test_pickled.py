@@ -96,7 +96,7 @@ def test_what_a_fit_of_the_command_line_has_used_can_be_pickled(tmp_path, text_d
     for part in (trainer, trainer.lightning_module, trainer.strategy, *used.values()):
         assert type(pickle.loads(pickle.dumps(part))) is type(part)
     again = pickle.loads(pickle.dumps(trainer.datamodule))
-    assert [*again._corpus.documents()] == [*trainer.datamodule._corpus.documents()]
+    assert [*again.corpus.documents()] == [*trainer.datamodule.corpus.documents()]
 
 
 OURS = [name for name in lightning_tricks.__all__ if isinstance(cls := getattr(lightning_tricks, name), type)

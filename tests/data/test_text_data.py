@@ -47,7 +47,7 @@ def test_the_shards_hold_exactly_the_text(make, story):
     train, val = data.training_text(), data.validation_text()
     assert sorted(train + val) == sorted(story.read_bytes())
     assert 0.05 < len(val) / len(train + val) < 0.4
-    pieces = list(data._corpus.documents())
+    pieces = list(data.corpus.documents())
     assert all((piece.encode() in train) != (piece.encode() in val) for piece in pieces)
 
 
@@ -140,9 +140,9 @@ def test_the_tokenizer_is_learned_from_training_documents_only(make):
     data = make()
     data.setup()
     training = data.training_text().decode()
-    learned = train_bpe([text for text in data._corpus.documents() if text in training], 400)
+    learned = train_bpe([text for text in data.corpus.documents() if text in training], 400)
     assert json.loads((data.folder / "tokenizer.json").read_text()) == json.loads(learned.to_str())
-    everything = train_bpe(data._corpus.documents(), 400)
+    everything = train_bpe(data.corpus.documents(), 400)
     assert everything.to_str() != learned.to_str()
 
 
@@ -150,7 +150,7 @@ def test_a_tokenizer_is_learned_from_no_more_text_than_needed(make, monkeypatch)
     monkeypatch.setattr("lightning_tricks.data.text_data.BPE_BYTES", 1000)
     data = make()
     data.setup()
-    first = next(text for text in data._corpus.documents() if text in data.training_text().decode())
+    first = next(text for text in data.corpus.documents() if text in data.training_text().decode())
     assert len(first) > 1000
     assert json.loads((data.folder / "tokenizer.json").read_text()) == json.loads(train_bpe([first], 400).to_str())
 

@@ -1,0 +1,300 @@
+"""MixtureData: rows of several sources, whatever the split of the global batch, over resumes and changed weights."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from harness.models import Small
+from harness.runs import trainer_with
+
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks._trainer.lightning import pl
+from lightning_tricks.data import MixtureData, MixtureSource, ShardWriter, TextData, TokenData, WeightChange
+from lightning_tricks.data.tokenizer import train_bpe
+
+T = 8
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three token files; a token tells its source (hundreds) but not its place."""
+    for number, (name, tokens) in enumerate({"web": 4000, "code": 1200, "books": 900}.items()):
+        folder = tmp_path / name
+        folder.mkdir()
+        for part, count in (("train", tokens), ("val", 50 * (number + 1))):
+            with ShardWriter(folder, part, 1000) as writer:
+                writer.append(np.random.default_rng(number).integers(1, 100, count) + 100 * number)
+    return tmp_path
+
+
+def sources(shards, *weights, **options):
+    names = ("web", "code", "books")[: len(weights)]
+    return [
+        MixtureSource(
+            TokenData(str(shards / name / "train_*.bin"), str(shards / name / "val_*.bin"), eot_id=0),
+            weight,
+            name,
+            options.get(name),
+        )
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+
+def mixture(shards, *weights, ends=None, **options):
+    data = MixtureData(sources(shards, *weights, **(ends or {})), seq_len=T, micro_batch_size=2, **options)
+    data.setup()
+    return data
+
+
+def test_each_source_has_its_share_and_its_own_rows_in_its_own_order(shards):
+    data = mixture(shards, 5, 3, 2)
+    batches = [data.training_rows()[row] for row in range(1000)]
+    counts = Counter(int(batch["source"]) for batch in batches)
+    assert [round(counts[source] / 100) for source in range(3)] == [5, 3, 2]
+    assert all((batch["labels"] // 100 == batch["source"]).all() for batch in batches)
+    alone = TokenData(str(shards / "code" / "train_*.bin"), seq_len=T, seed=data.sources[1].seed)
+    alone.setup()
+    of_code = [batch["labels"] for batch in batches if batch["source"] == 1]
+    assert len(of_code) > alone._order().rows_in_pass
+    assert all(torch.equal(row, alone.training_rows()[n]["labels"]) for n, row in enumerate(of_code))
+
+
+def test_validation_has_rows_of_one_source_each_and_all_of_them(shards):
+    data = mixture(shards, 1, 1, 1)
+    seen = Counter()
+    for batch in data.val_dataloader():
+        assert len(set(batch["source"].tolist())) == 1
+        counted = batch["labels"][batch["labels"] >= 0]
+        assert (counted // 100 == batch["source"][0]).all()
+        seen[int(batch["source"][0])] += len(counted)
+    assert seen == {0: 49, 1: 99, 2: 149}
+    assert len(list(data.val_dataloader())) == len(data.val_dataloader())
+
+
+class Watching(Small):
+    """Keeps the first label of each row of a micro-batch, and trains a weight that is of no use."""
+
+    def __init__(self):
+        super().__init__(4, 1)
+        self.rows = []
+
+    def training_step(self, batch, batch_idx):
+        self.rows += [tuple(row) for row in torch.cat([batch["source"][:, None], batch["labels"]], 1).tolist()]
+        return self.net(torch.ones(1, 4)).sum() * 0
+
+
+class Stop(pl.Callback):
+    """Ends the run after a step, as a kill would, so that the schedule of the run stays that of all its steps."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def trained(data, tmp_path, steps, ckpt_path=None, save="last.ckpt", **options):
+    model = Watching()
+    trainer = trainer_with(max_steps=steps, limit_val_batches=0, **options)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(tmp_path / save)
+    return model.rows
+
+
+def rows_of(data, positions):
+    batches = data.training_rows()
+    found = [batches[position] for position in positions]
+    return [(int(batch["source"]), *batch["labels"][0].tolist()) for batch in found]
+
+
+def test_a_run_is_the_pure_function_over_resumes_with_other_splits(shards, tmp_path):
+    data = lambda **options: MixtureData(  # noqa: E731
+        sources(shards, 5, 3, 2),
+        [WeightChange({"web": 1, "code": 0, "books": 4}, at_fraction=0.5)],
+        seq_len=T,
+        **options,
+    )
+    unbroken = trained(data(micro_batch_size=4), tmp_path, 40)
+    rows = trained(data(micro_batch_size=4), tmp_path, 40, save="0.ckpt", limit_train_batches=1.0)
+    assert rows == unbroken
+    rows = []
+    for number, (stop, size, accumulate) in enumerate([(7, 2, 2), (20, 1, 4), (21, 4, 1), (40, 2, 2)]):
+        model = Watching()
+        trainer = trainer_with(Stop(stop), max_steps=40, limit_val_batches=0, accumulate_grad_batches=accumulate)
+        trainer.fit(model, data(micro_batch_size=size), ckpt_path=tmp_path / f"{number}.ckpt" if number else None)
+        trainer.save_checkpoint(tmp_path / f"{number + 1}.ckpt")
+        rows += model.rows
+    assert rows == unbroken
+    assert Counter(row[0] for row in unbroken[80:])[1] == 0
+
+
+def own_rows(data, name, count):
+    """The first rows of a source in its own order."""
+    number = [source.name for source in data.sources].index(name)
+    alone = TokenData(str(data.sources[number].streams["train"].paths[0]), seq_len=T, seed=data.sources[number].seed)
+    alone.setup()
+    return [alone.training_rows()[row]["labels"][0].tolist() for row in range(count)]
+
+
+def of_source(rows, number):
+    return [list(row[1:]) for row in rows if row[0] == number]
+
+
+def test_changed_weights_and_sources_hold_from_the_resume_on_and_no_row_comes_twice_or_is_lost(
+    shards, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    settings = {"seq_len": T, "micro_batch_size": 4}
+    rows = trained(MixtureData(sources(shards, 5, 3), **settings), tmp_path, 20)
+    assert "the mixture is" not in caplog.text
+    changed = MixtureData(sources(shards, 1, 1, 2), **settings)
+    more = trained(changed, tmp_path, 40, tmp_path / "last.ckpt")
+    assert "From sample 80 on, the mixture is web 25.00%, code 25.00%, books 50.00%; it was web 62.50%" in caplog.text
+    assert 35 <= len(of_source(more, 2)) <= 45
+    caplog.clear()
+    without = MixtureData([source for source in sources(shards, 1, 1, 2) if source.name != "code"], **settings)
+    last = trained(without, tmp_path, 60, tmp_path / "last.ckpt")
+    assert "it was web 25.00%, code 25.00%, books 50.00%" in caplog.text
+    again = trained(MixtureData(sources(shards, 1, 1, 2), **settings), tmp_path, 80, tmp_path / "last.ckpt")
+    for number, name in enumerate(("web", "code", "books")):
+        before = [*of_source(rows, number), *of_source(more, number)]
+        without_code = {"web": of_source(last, 0), "code": [], "books": of_source(last, 1)}[name]
+        all_rows = [*before, *without_code, *of_source(again, number)]
+        assert all_rows == own_rows(changed, name, len(all_rows))
+
+
+def test_the_same_recipe_resumes_without_a_line(shards, tmp_path, caplog):
+    caplog.set_level("INFO")
+    changes = [
+        WeightChange({"web": 1, "code": 5}, at_tokens=30 * T),
+        WeightChange({"web": 1, "code": 1}, at_tokens=90 * T),
+    ]
+    data = lambda: MixtureData(sources(shards, 5, 3), changes, seq_len=T, micro_batch_size=4)  # noqa: E731
+    unbroken = trained(data(), tmp_path, 40)
+    rows = trained(data(), tmp_path, 10)
+    rows += trained(data(), tmp_path, 20, tmp_path / "last.ckpt")
+    rows += trained(data(), tmp_path, 40, tmp_path / "last.ckpt")
+    assert rows == unbroken
+    assert "mixture is" not in caplog.text
+
+
+def test_a_source_ends_after_its_epochs_and_its_share_goes_to_the_others(shards, tmp_path, caplog):
+    caplog.set_level("INFO")
+    data = mixture(shards, 1, 1, ends={"code": 2})
+    last = 2 * data._order().passes[1].rows
+    rows = trained(MixtureData(sources(shards, 1, 1, code=2), seq_len=T, micro_batch_size=4), tmp_path, 200)
+    assert len(of_source(rows, 1)) == last
+    end = max(n for n, row in enumerate(rows) if row[0] == 1) + 1
+    assert f"code ends at sample {end}, after max_epochs; then web 100.00%" in caplog.text
+    assert abs(end - 2 * last) <= 2
+    assert {name: tokens for name, (tokens, _) in data.seen(800).items()} == {
+        "web": (800 - last) * T, "code": last * T,
+    }  # fmt: skip
+    assert data.seen(800)["code"][1] == 2
+
+
+def test_a_run_longer_than_all_its_sources_is_refused(shards, tmp_path):
+    ends = {"web": 1, "code": 1}
+    rows = sum(order.rows for order in mixture(shards, 1, 1)._order().passes)
+    made = lambda: MixtureData(sources(shards, 1, 1, **ends), seq_len=T, micro_batch_size=1)  # noqa: E731
+    assert len(trained(made(), tmp_path, rows)) == rows
+    with pytest.raises(UsageError, match=f"all of them end after {rows} rows, and the run takes {rows + 1} rows"):
+        trained(made(), tmp_path, rows + 1)
+    with pytest.raises(UsageError, match="the run has no end; raise max_epochs of one, or lower"):
+        trained(made(), tmp_path, -1, max_epochs=3)
+
+
+def test_other_data_of_a_source_are_told_by_its_name(shards, tmp_path):
+    settings = {"seq_len": T, "micro_batch_size": 4}
+    trained(MixtureData(sources(shards, 5, 3), **settings), tmp_path, 5)
+    with ShardWriter(shards / "code", "train", 1000) as writer:
+        writer.append(np.full(3000, 150))
+    with pytest.warns(UserWarning, match="Not the data of the checkpoint's run: code. Rows"):
+        rows = trained(MixtureData(sources(shards, 5, 3), **settings), tmp_path, 10, tmp_path / "last.ckpt")
+    assert len(rows) == 20
+
+
+def test_without_weights_shares_follow_the_sizes_to_the_power_of_the_temperature(shards):
+    for temperature, expected in ((None, [4000, 1200, 900]), (0.0, [1, 1, 1]), (0.5, [4000**0.5, 1200**0.5, 30])):
+        shares = mixture(shards, None, None, None, temperature=temperature)._mixture.segments()[0].weights.values()
+        assert [*shares] == pytest.approx([1e6 * weight / sum(expected) for weight in expected], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "line"),
+    [
+        ([1, None], {}, "sources: code have no weight, and others have"),
+        ([0, 0], {}, "sources: all weights are 0"),
+        ([1, -1], {}, "sources: weight=-1 of code: it must be 0 or more"),
+        ([1, float("nan")], {}, "sources: weight=nan of code"),
+        ([1, 1], {"temperature": 1.0}, "temperature=1.0: it makes weights of the sizes"),
+        ([None, None], {"temperature": -1.0}, "temperature=-1.0: it must be 0 or more"),
+        ([1, 1], {"weights": [WeightChange({"web": 1}, 3)]}, "weights: code has no weight; name each of web, code"),
+        ([1, 1], {"weights": [WeightChange({"web": 1, "cod": 1}, 3)]}, "weights: cod is no source"),
+        ([1, 1], {"weights": [WeightChange({"web": 1, "code": 1})]}, "weights: give at_tokens or at_fraction"),
+        ([1, 1], {"weights": [WeightChange({"web": 1, "code": 1}, 3, 0.5)]}, "weights: give at_tokens or at_fraction"),
+        ([1, 1], {"weights": [WeightChange({"web": 1, "code": 1}, -3)]}, "weights: at_tokens=-3"),
+        ([1, 1], {"weights": [WeightChange({"web": 1, "code": 1}, None, 2)]}, "weights: at_fraction=2"),
+        ([1, 1], {"ends": {"code": 0}}, "sources: max_epochs=0 of code"),
+        ([], {}, r"sources=\[\]: name at least one"),
+    ],
+)
+def test_refusals(shards, weights, options, line):
+    with pytest.raises(UsageError, match=line):
+        mixture(shards, *weights, **options)
+
+
+def test_names_and_settings_of_sources_are_refused_where_they_contradict(shards):
+    web = str(shards / "web" / "train_*.bin")
+    with pytest.raises(UsageError, match="two are called train; give each a name"):
+        MixtureData([MixtureSource(web), MixtureSource(web)])
+    with pytest.raises(UsageError, match=r"name='a/b': give it a name of letters"):
+        MixtureData([MixtureSource(web, name="a/b")])
+    with pytest.raises(UsageError, match="data.seq_len=99: a mixture has one seq_len"):
+        MixtureData([MixtureSource(TokenData(web, seq_len=99))], seq_len=T)
+    with pytest.raises(UsageError, match="data.vocab_size=999: a mixture has one vocab_size"):
+        MixtureData([MixtureSource(TextData(str(shards), vocab_size=999))])
+    assert MixtureData([{"data": TokenData(web, seq_len=T)}], seq_len=T).seq_len == T
+
+
+@pytest.fixture
+def texts(tmp_path, story):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {n} of {n % 7} rows, and more"}) + "\n" for n in range(300)))
+    return story, rows
+
+
+def test_one_tokenizer_is_learned_from_all_texts_and_known_next_time(texts, tmp_path, capsys):
+    made = lambda: MixtureData([MixtureSource(str(path)) for path in texts], vocab_size=300, seq_len=T, cache_dir=str(tmp_path / "cache"))  # noqa: E731, E501  # fmt: skip
+    data, again = made(), made()
+    data.prepare_data()
+    data.setup()
+    assert capsys.readouterr().err.count("Learning a tokenizer of 300 tokens from 2 sources") == 1
+    again.setup()
+    assert "Learning" not in capsys.readouterr().err
+    assert [source.name for source in data.sources] == ["story", "rows"]
+    assert data.vocab_size == 300
+    assert "n_bytes" in next(iter(data.val_dataloader()))
+    corpora = [part.corpus for part in data._parts.values()]
+    learned_alone = {train_bpe(corpus.documents(), 300).to_str() for corpus in corpora}
+    assert data.tokenizer.to_str() not in learned_alone
+    text = data.training_text().decode()
+    assert "Chapter" in text and "of 3 rows" in text
+
+
+def test_sources_with_other_tokenizers_are_refused(texts, tmp_path):
+    files = []
+    for number in range(2):
+        path = tmp_path / f"{number}.json"
+        path.write_text(train_bpe([f"text number {number} " * 50], 260 + number).to_str())
+        files.append(str(path))
+    made = [
+        MixtureSource(TextData(str(path), tokenizer=file, cache_dir=str(tmp_path)))
+        for path, file in zip(texts, files, strict=True)
+    ]
+    with pytest.raises(UsageError, match="sources: story and rows have different tokenizers; encode both with one"):
+        MixtureData(made).setup()
+    with pytest.raises(UsageError, match="sources: the mixture and story have different tokenizers"):
+        MixtureData(made[:1], tokenizer=files[1]).setup()
