@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -70,8 +70,10 @@ class Source:
         """Make the plan of packed rows, or open it, where `packing` asks for one.
 
         Raises:
-            UsageError: also without an end-of-text token.
+            UsageError: also for another word than those of `Packing`, and without an end-of-text token.
         """
+        if self.packing not in get_args(Packing):
+            raise UsageError(f"packing={self.packing!r}: give cut or best_fit")
         if self.packing == "cut" or self.packed is not None:
             return
         if eot_id is None:

@@ -7,12 +7,10 @@ mean, in rows of 2,048, take 11 bytes each. The files are mapped into memory, an
 
 import hashlib
 import json
-import os
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +28,6 @@ FORMAT_VERSION = 1  # part of the folder's name: raise it when the same input gi
 _CHUNK = 1 << 22  # tokens in which the ends of documents are looked for at once
 
 
-def check_packing(option: str) -> None:
-    """Refuse another word than those of `Packing`."""
-    if option not in get_args(Packing):
-        raise UsageError(f"packing={option!r}: give cut or best_fit")
-
-
 class PackedRows:
     """The rows of a pass over a stream, packed by best fit, see `SourceRows`. The plan is made if the cache has none.
 
@@ -51,22 +43,13 @@ class PackedRows:
         seq_len: T, tokens in a row.
         seed: of the order in which documents are packed, any integer.
         fingerprint: of the stream and its documents.
-        find_ends: (start, stop) -> the ends of documents above offset `start` and up to `stop`, ascending: offsets
-            after their last tokens. None: a document ends with each end-of-text token.
 
     Raises:
         UsageError: rows that are too long, a cache that cannot be written, a damaged plan.
     """
 
     def __init__(
-        self,
-        cache_dir: Path,
-        stream: TokenStream,
-        eot_id: int,
-        seq_len: int,
-        seed: int,
-        fingerprint: str,
-        find_ends: Callable[[int, int], NDArray[np.int64]] | None = None,
+        self, cache_dir: Path, stream: TokenStream, eot_id: int, seq_len: int, seed: int, fingerprint: str
     ) -> None:
         if seq_len > packing.MAX_SEQ_LEN:
             raise UsageError(
@@ -76,14 +59,20 @@ class PackedRows:
         slack, block = packing.SLACK, packing.BLOCK_TOKENS
         self._settings = repr((FORMAT_VERSION, fingerprint, len(stream), eot_id, seq_len, seed, slack, block))
         self.folder = cache_dir / f"packing-{hashlib.sha256(self._settings.encode()).hexdigest()[:16]}"
-        build_once(self.folder, lambda folder: self._plan(folder, seed, find_ends or self._ends_of_text))
+        build_once(self.folder, lambda folder: self._plan(folder, seed))
         self._open()
 
-    def _plan(self, folder: Path, seed: int, find_ends: Callable[[int, int], NDArray[np.int64]]) -> None:
+    def _plan(self, folder: Path, seed: int) -> None:
         """Write the plan into an empty folder, block by block."""
         tokens, key = len(self.stream), derive_key(seed, -1)
         say(f"Packing {tokens:,} tokens into rows of {self.seq_len}", file=sys.stderr)
-        ends = _write_ends(folder / "ends.bin", tokens, find_ends)
+        with (folder / "ends.bin").open("wb") as file:  # of documents, for which memory need not suffice
+            for start in range(0, tokens, _CHUNK):
+                ends = self.stream.document_ends(start, stop := min(start + _CHUNK, tokens), self.eot_id)
+                if stop == tokens and stop not in ends[-1:]:
+                    ends = np.append(ends, stop)
+                file.write(ends.astype("<i8").tobytes())
+        ends = np.memmap(folder / "ends.bin", dtype="<i8", mode="r")
         blocks = packing.number_of_blocks(tokens, len(ends), self.seq_len)
         padding = max(int(packing.SLACK * tokens / blocks) - self.seq_len + 1, 0)
         pieces, counts = 0, np.zeros(4, dtype=np.int64)
@@ -96,18 +85,12 @@ class PackedRows:
                 pieces += len(block.pieces)
                 counts += len(block.firsts), block.documents, block.short, block.short_cut
             firsts_file.write(np.array([pieces], dtype="<u8").tobytes())
-            for file in (pieces_file, firsts_file):
-                file.flush()
-                os.fsync(file.fileno())
         del ends  # not every system removes a mapped file
         (folder / "ends.bin").unlink()  # written above
         names = ("rows", "documents", "short_documents", "short_documents_cut")
         meta = {"settings": self._settings, "tokens": tokens, "pieces": pieces}
         meta |= dict(zip(names, counts.tolist(), strict=True))
         (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-
-    def _ends_of_text(self, start: int, stop: int) -> NDArray[np.int64]:
-        return np.flatnonzero(self.stream.view(start, stop - start) == self.eot_id) + start + 1
 
     def _open(self) -> None:
         """Map the plan into memory."""
@@ -186,14 +169,3 @@ class PackedRows:
             f"packed by best fit with {padding:.2%} padding, {(documents - short + cut) / documents:.1%} of "
             f"{documents:,} documents cut and {cut / max(short, 1):.1%} of those that fit a row"
         )
-
-
-def _write_ends(path: Path, tokens: int, find_ends: Callable[[int, int], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The ends of all documents as a mapped file, for which memory need not suffice; the last is that of the stream."""
-    with path.open("wb") as file:
-        for start in range(0, tokens, _CHUNK):
-            ends = find_ends(start, stop := min(start + _CHUNK, tokens))
-            if stop == tokens and stop not in ends[-1:]:
-                ends = np.append(ends, stop)
-            file.write(ends.astype("<i8").tobytes())
-    return np.memmap(path, dtype="<i8", mode="r")

@@ -30,7 +30,7 @@ from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.data.base import Source, TokenDataModule
 from lightning_tricks.data.content import build_once, default_cache_dir
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
-from lightning_tricks.data.packed_rows import Packing, check_packing
+from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
 from lightning_tricks.data.text_encoder import encode_all
 from lightning_tricks.data.tokenizer import (
@@ -239,7 +239,6 @@ class TextData(TokenDataModule):
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
     ) -> None:
-        check_packing(packing)
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
 from lightning_tricks.data.content import default_cache_dir
-from lightning_tricks.data.packed_rows import Packing, check_packing
+from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
@@ -65,7 +65,6 @@ class TokenData(TokenDataModule):
         packing: Packing = "cut",
         cache_dir: str | None = None,
     ) -> None:
-        check_packing(packing)
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.train, self.val, self.shard_format, self.packing = train, val, shard_format, packing
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()

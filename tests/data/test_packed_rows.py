@@ -57,8 +57,10 @@ def test_each_token_is_a_label_once_after_the_token_before_it(lengths, seq_len, 
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "SLACK", 0.2)
         patch.setattr(packing, "BLOCK_TOKENS", block_tokens)
-        by_index = (lambda start, stop: ends[(ends > start) & (ends <= stop)]) if index else None
-        rows = pack(Path(name), write(Path(name), ids), seq_len, find_ends=by_index)
+        if index:
+            by_index = lambda self, start, stop, eot_id: ends[(ends > start) & (ends <= stop)]  # noqa: E731
+            patch.setattr(TokenStream, "document_ends", by_index)
+        rows = pack(Path(name), write(Path(name), ids), seq_len)
         found = []
         for row, (input_ids, labels, begin) in enumerate(all_rows(rows)):
             used = seq_len - labels.count(-100)
@@ -166,11 +168,10 @@ def test_a_row_that_does_not_fit_is_refused(tmp_path, piece):
 
 
 def test_ends_are_found_over_the_borders_of_what_is_searched_at_once(tmp_path, monkeypatch):
-    ids = documents()
-    stream = write(tmp_path, ids)
+    stream = write(tmp_path, documents())
+    at_once = pack(tmp_path / "one", stream)
     monkeypatch.setattr(packed_rows, "_CHUNK", 7)
-    found = packed_rows._write_ends(tmp_path / "ends", len(ids), pack(tmp_path, stream)._ends_of_text)
-    assert found.tolist() == (np.flatnonzero(ids == EOT) + 1).tolist()
+    assert all_rows(pack(tmp_path / "two", stream)) == all_rows(at_once)
 
 
 def test_padding_has_the_offset_of_the_last_label(tmp_path):
