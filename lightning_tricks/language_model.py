@@ -1,7 +1,7 @@
 """The ready LightningModule: a decoder, its loss per token, and the mixins that own optimizer and clipping."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -58,6 +58,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     `n_bytes` (B,), the bytes that the labels stand for.
     The initial weights depend on the seed alone, not on earlier use of the random state.
 
+    Of a mixture of data, it logs `sources/<name>/train_loss` of each step, `/val_loss` and `/bits_per_byte`, and on log
+    steps `/tokens` and `/epochs` that the source has served.
+
     With experts, it moves the biases of their routers after each optimizer step, by the tokens of all ranks, and logs
     on log steps for each block `experts/<block>/max_load` (tokens of the fullest expert over the mean), `/min_load`,
     `/dead` (experts without a token), `/entropy` (of the router's scores, in nats) and `/max_logit`, of the whole
@@ -83,6 +86,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     _metric_buffer: MetricBuffer | None = None  # of the fit
     token_loss: TokenLoss
     bits_per_byte: BitsPerByte
+    _of_sources: dict[str, tuple[TokenLoss, BitsPerByte]]  # of a mixture
 
     if TYPE_CHECKING:  # `**kwargs` spelt out, for type checkers and editors; the defaults stand in OptimizerMixin alone
 
@@ -117,7 +121,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
                 raise UsageError(f"compile_blocks={compile_blocks!r}: give true, false or auto")
             self.compile_blocks = compile_blocks
             self.decoder = None
-            self.token_loss, self.bits_per_byte = TokenLoss(), BitsPerByte()
+            self.token_loss, self.bits_per_byte, self._of_sources = TokenLoss(), BitsPerByte(), {}
 
     def configure_callbacks(self) -> list["pl.Callback"]:
         """The monitors of every pretraining run, and what its optimizer needs, unless the Trainer has them already."""
@@ -305,20 +309,66 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the step's gradient is that of the mean over all its tokens."""
-        nats, tokens = self.token_sums(batch)
+        with self._recording_sources(batch):
+            nats, tokens = self.token_sums(batch)
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
+
+    @contextmanager
+    def _recording_sources(self, batch: Batch) -> Iterator[None]:
+        """Record the loss of each source of a mixture, and on log steps the tokens and epochs that it has served."""
+        names, buffer = self._source_names(), self._metric_buffer
+        if buffer is None or "source" not in batch or not names:
+            yield
+            return
+        assert self.decoder is not None
+        head: Any = getattr(self.decoder, "head", None)  # only the last pipeline stage has one
+        of_rows: list[Tensor] = []
+        try:
+            if head is not None:
+                head.nats_of_rows = of_rows
+            yield
+        finally:
+            if head is not None:
+                head.nats_of_rows = None
+        source, counted = batch["source"], self.decoder.own_part(batch["labels"]) != IGNORED
+        is_of = source == torch.arange(len(names), device=source.device).unsqueeze(1)
+        nats = torch.cat(of_rows) if of_rows else torch.zeros(len(source), device=source.device)
+        tokens = counted.sum(1) * bool(of_rows)
+        totals, counts = (torch.where(is_of, value, 0).sum(1).unbind() for value in (nats, tokens))
+        for name, total, count in zip(names, totals, counts, strict=True):
+            buffer.record_mean(f"sources/{name}/train_loss", total, count)
+        if buffer.is_log_step():
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            for name, (seen, epochs) in data.seen_sources(self.trainer).items():
+                buffer.record(f"sources/{name}/tokens", seen)
+                buffer.record(f"sources/{name}/epochs", epochs)
+
+    def _source_names(self) -> list[str]:
+        """The names of the sources of the Trainer's data, if they are a mixture."""
+        data: Any = getattr(trainer_of(self), "datamodule", None)
+        names = [source.name for source in getattr(data, "sources", ())]
+        return names if len(names) > 1 else []
 
     def on_validation_epoch_start(self) -> None:
         """Empty the sums over the set: an exception may have left some."""
-        self.token_loss.reset()
-        self.bits_per_byte.reset()
+        for metric in (self.token_loss, self.bits_per_byte):
+            metric.reset()
+        self._of_sources = {
+            name: (TokenLoss().to(self.device), BitsPerByte().to(self.device)) for name in self._source_names()
+        }
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the sums."""
         nats, tokens = self.token_sums(batch)
-        self.token_loss.update(nats, tokens)
-        if "n_bytes" in batch:
-            self.bits_per_byte.update(nats, self._own_bytes(batch["n_bytes"]))
+        own_bytes = self._own_bytes(batch["n_bytes"]) if "n_bytes" in batch else None
+        measured = [(self.token_loss, self.bits_per_byte)]
+        if self._of_sources and "source" in batch:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            measured.append([*self._of_sources.values()][data.validation_source(batch_idx)])
+        for loss, bits in measured:
+            loss.update(nats, tokens)
+            if own_bytes is not None:
+                bits.update(nats, own_bytes)
 
     def _own_bytes(self, n_bytes: Tensor) -> Tensor:
         """The bytes of rows for this rank to count: of rows that several ranks share, the first has all."""
@@ -332,6 +382,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         for name, metric in (("loss", self.token_loss), ("bits_per_byte", self.bits_per_byte)):
             if metric.update_called:
                 self.log(f"{stage}/{name}", metric)
+        for source, (loss, bits) in self._of_sources.items():
+            for name, measured in ((f"{stage}_loss", loss), ("bits_per_byte", bits)):
+                if measured.update_called:
+                    self.log(f"sources/{source}/{name}", measured.compute())
 
     on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
     on_test_epoch_end = on_validation_epoch_end

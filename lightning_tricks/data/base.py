@@ -224,6 +224,7 @@ class TokenDataModule(pl.LightningDataModule):
         self.sources: list[Source] = []
         self.token_texts: list[bytes] | None = None
         self._knows_bytes = False  # of all validation tokens
+        self._validated: ValidationBatches | JoinedBatches | None = None
         self._tokenizer_record: dict[str, Any] | None = None
         self._id_check = TokenIdCheck()
         self.skip_samples = skip_samples
@@ -353,7 +354,12 @@ class TokenDataModule(pl.LightningDataModule):
         if not parts:
             return []
         batches = JoinedBatches(parts) if len(self.sources) > 1 else parts[0]
+        self._validated = batches
         return SizedLoader(batches, partial(range, len(batches)), self.num_workers, self._id_check, self.trainer)
+
+    def validation_source(self, batch_idx: int) -> int:
+        """The number of the source whose rows a validation batch has."""
+        return self._validated.source(batch_idx) if isinstance(self._validated, JoinedBatches) else 0
 
     def _validation(self, source: Source) -> ValidationBatches:
         texts = self.token_texts if self._knows_bytes else None

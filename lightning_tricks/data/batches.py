@@ -249,6 +249,10 @@ class JoinedBatches(Dataset[Batch]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def source(self, index: int) -> int:
+        """The number of the source of a batch."""
+        return self._find(index)[0]
+
     def _find(self, index: int) -> tuple[int, ValidationBatches, int]:
         number = bisect_right(self._ends, index)
         source, batches = [*self.parts.items()][number]

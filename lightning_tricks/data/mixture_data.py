@@ -15,6 +15,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.data.base import Source, TokenDataModule
 from lightning_tricks.data.content import default_cache_dir
+from lightning_tricks.data.cursor import steps_done
 from lightning_tricks.data.mixture import UNIT, Mixture, Resolved, Stage
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, derive_key
 from lightning_tricks.data.text_data import TextData, learn_tokenizer
@@ -326,11 +327,15 @@ class MixtureData(TokenDataModule):
         of_no_source = Pass(1, 0, 1, 0)  # of earlier runs; none of its rows comes from now on
         return RowOrder([passes.get(name, of_no_source) for name in self._mixture.names], self._mixture, skipped)
 
-    def seen(self, rows: int) -> dict[str, tuple[int, float]]:
-        """Tokens and epochs of each source in the first rows of the run, by name."""
+    def seen_sources(self, trainer: pl.Trainer) -> dict[str, tuple[int, float]]:
+        """Tokens and epochs that each source has served when the running step is done, by name."""
+        return self.seen(self._cursor.position_at(trainer, steps_done(trainer) + 1))
+
+    def seen(self, position: int) -> dict[str, tuple[int, float]]:
+        """Tokens and epochs of each source in the samples before a position, by name."""
         assert self._mixture is not None
         passes = {source.name: self._pass(source).rows for source in self.sources}
-        counts = self._mixture.counts(self._cursor.position_of(rows))
+        counts = self._mixture.counts(position)
         return {name: (counts[name] * self.seq_len, counts[name] / passes[name]) for name in passes}
 
     # ---- checkpoints

@@ -18,12 +18,18 @@ ROWS = 8192  # on other devices
 
 
 def nats_and_gradient(
-    logits: Tensor, labels: Tensor, ignore_index: int, group: Any = None, first: int = 0
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    group: Any = None,
+    first: int = 0,
+    each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of cross-entropies of (N, V) logits with (N,) labels, and its gradient with respect to the logits, in fp32.
 
     Logits that are fp32 already are overwritten. Where the ranks of `group` have parts of the vocabulary, the logits
     and their gradient are those of this rank's part, which begins at token `first`; the sum is the same on all.
+    The summands are written to `each`, (N,) fp32.
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1) - first
@@ -43,14 +49,16 @@ def nats_and_gradient(
         sums = torch.stack((total, torch.where(is_here, at_target, 0.0)))
         dist.all_reduce(sums, group=group)
         total, at_target = sums
-    nats = torch.where(counted, total.log() - at_target, 0.0).sum()
+    nats = torch.where(counted, total.log() - at_target, 0.0)
+    if each is not None:
+        each.copy_(nats)
     z.mul_((counted / total).unsqueeze(1))
     z.scatter_add_(1, target, -is_here.to(z.dtype).unsqueeze(1))
-    return nats, z
+    return nats.sum(), z
 
 
 def for_the_compiler(
-    logits: Tensor, labels: Tensor, ignore_index: int, wants_gradient: bool
+    logits: Tensor, labels: Tensor, ignore_index: int, wants_gradient: bool, each: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`nats_and_gradient` of one rank, the gradient in the dtype of the logits: the compiler makes two kernels of it.
 
@@ -61,7 +69,10 @@ def for_the_compiler(
     z = logits.float()
     z = z - z.amax(1, keepdim=True)
     total = z.exp().sum(1)
-    nats = torch.where(counted, total.log() - z.gather(1, target).squeeze(1), 0.0).sum()
+    summands = torch.where(counted, total.log() - z.gather(1, target).squeeze(1), 0.0)
+    if each is not None:
+        each.copy_(summands)
+    nats = summands.sum()
     if not wants_gradient:
         return nats, None
     probability = z.exp() * torch.where(counted, 1 / total, 0.0).unsqueeze(1)
@@ -87,6 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: Any,
         first: int,
         compiled: bool,
+        each: Tensor | None,
     ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -94,11 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else weight
         for begin in range(0, len(x), rows):
             piece = slice(begin, begin + rows)
-            logits = x[piece] @ head.T
+            logits, of_piece = x[piece] @ head.T, None if each is None else each[piece]
             if compiled:
-                some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, wants_gradient)
+                some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, wants_gradient, of_piece)
             else:
-                some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, group, first)
+                some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, group, first, of_piece)
             nats += some_nats
             if wants_gradient:
                 grad_logits = grad_logits.to(x.dtype)
@@ -118,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 7
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 8
 
 
 def linear_cross_entropy(
@@ -128,6 +140,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     rows: int | None = None,
     compiled: bool = False,
+    each: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
@@ -143,6 +156,7 @@ def linear_cross_entropy(
         rows: tokens in a slice. Default: `ROWS_ON_CPU`, `ROWS` elsewhere.
         compiled: run the softmax of a slice through `torch.compile` on CUDA, where no tensor ranks share the weight:
             a slice is then read and written once or twice, in place of a dozen times in fp32.
+        each: (N,) fp32, to which the summands are written; it has no gradient.
 
     Returns:
         Scalar fp32 tensor.
@@ -159,4 +173,5 @@ def linear_cross_entropy(
     weight, group, first = local_rows(weight)
     x = x.to(matmul_dtype(x))
     compiled = compiled and x.is_cuda and group is None
-    return _LinearCrossEntropy.apply(x, weight, labels, ignore_index, rows, wants_gradient, group, first, compiled)
+    options = (ignore_index, rows, wants_gradient, group, first, compiled, each)
+    return _LinearCrossEntropy.apply(x, weight, labels, *options)

@@ -91,7 +91,6 @@ def test_changes_keep_the_bound(data, number):
     assert deviation(mixture, 3000) < mixture.bound
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [2, 7, 35])
 def test_a_million_rows_with_two_annealing_points_and_twenty_changes(number):
     random = np.random.default_rng(number)

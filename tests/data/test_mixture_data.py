@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from harness.models import Small
-from harness.runs import trainer_with
+from harness.runs import fit, trainer_with
 
+from lightning_tricks import LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.data import MixtureData, MixtureSource, ShardWriter, TextData, TokenData, WeightChange
@@ -298,3 +299,25 @@ def test_sources_with_other_tokenizers_are_refused(texts, tmp_path):
         MixtureData(made).setup()
     with pytest.raises(UsageError, match="sources: the mixture and story have different tokenizers"):
         MixtureData(made[:1], tokenizer=files[1]).setup()
+
+
+def test_a_language_model_logs_each_source_by_itself(shards, tmp_path):
+    decoder = Llama(vocab_size=300, d_model=16, n_layers=1, n_heads=2, max_seq_len=T)
+    model = LanguageModel(decoder, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    data = MixtureData(sources(shards, 5, 3, 2), seq_len=T, micro_batch_size=3)
+    run = fit(model, data=data, max_steps=6, accumulate_grad_batches=2, log_every_n_steps=2, val_check_interval=12)
+    names = ("web", "code", "books")
+    for step, values in run.rows:
+        if "train/loss" in values:
+            rows = [data.training_rows()[row] for row in range(6 * step, 6 * step + 6)]
+            of = [sum(int(row["source"]) == number for row in rows) for number in range(3)]
+            mean = sum(values[f"sources/{name}/train_loss"] * n for name, n in zip(names, of, strict=True) if n)
+            assert mean / 6 == pytest.approx(values["train/loss"], rel=1e-6)
+            assert all((f"sources/{name}/train_loss" in values) == bool(n) for name, n in zip(names, of, strict=True))
+    (val,) = (values for _, values in run.rows if "val/loss" in values)
+    tokens = {"web": 49, "code": 99, "books": 149}
+    mean = sum(val[f"sources/{name}/val_loss"] * n for name, n in tokens.items()) / sum(tokens.values())
+    assert mean == pytest.approx(val["val/loss"], rel=1e-6)
+    served = run.at("sources/web/tokens")
+    assert served and all(count == data.seen(6 * (step + 1))["web"][0] for step, count in served.items())
+    assert run.at("sources/books/epochs").keys() == served.keys()

@@ -222,9 +222,9 @@ def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
     head: Any = import_module("lightning_tricks.models.linear_cross_entropy")  # the package has the function's name
     eager = head.nats_and_gradient
 
-    def compiled(logits: Tensor, labels: Tensor, ignore_index: int, group: Any, first: int) -> tuple[Tensor, Tensor]:
+    def compiled(logits: Tensor, labels: Tensor, ignore_index: int, group: Any, *more: Any) -> tuple[Tensor, Tensor]:
         if group is not None:
-            return eager(logits, labels, ignore_index, group, first)
+            return eager(logits, labels, ignore_index, group, *more)
         return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
     varlen = (documents, "varlen_serves", lambda _, dtype, head_dim: documents.fits_varlen(dtype, head_dim))
