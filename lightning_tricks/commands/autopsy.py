@@ -21,7 +21,7 @@ from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.batches import Batch, TrainBatches, document_ids
+from lightning_tricks.data.batches import IGNORED, Batch, TrainBatches
 from lightning_tricks.language_model import LanguageModel
 
 SHOWN = 100  # characters of a document's text
@@ -128,18 +128,22 @@ def documents_of(
     found = []
     for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
         labels = batch["labels"].numpy()
-        for first, stop in _spans(labels, eot):
+        for first, stop in _spans(batch["input_ids"].numpy()[0], labels[0], eot):
             source, token = rows.offset(sample, 0, first)
             found.append(Document(row, sample, first, stop, source, token, labels[0, first:stop]))
     return found
 
 
-def _spans(labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
-    """First index of each document in the labels (1, T), and the index after its last."""
+def _spans(inputs: NDArray[np.int64], labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
+    """First index of each document in the labels (T,), and the index after its last.
+
+    In a packed row a piece of another document also begins where the input is not the label before it.
+    """
+    length = int((labels != IGNORED).sum())  # a row is filled up at its end
     if eot is None:
-        return [(0, labels.shape[1])]
-    (cuts,) = np.nonzero(np.diff(document_ids(labels, eot)[0]))
-    edges = [0, *(cuts + 1).tolist(), labels.shape[1]]
+        return [(0, length)]
+    before, after = labels[: length - 1], inputs[1:length]
+    edges = [0, *(np.flatnonzero((before == eot) | (before != after)) + 1).tolist(), length]
     return list(pairwise(edges))
 
 

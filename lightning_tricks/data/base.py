@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.data.batches import Batch, JoinedBatches, TrainBatches, ValidationBatches, WindowRows
 from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, FirstRows, first_rows
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, windows
+from lightning_tricks.data.packed_rows import PackedRows, Packing
 from lightning_tricks.data.shards import TokenStream
 from lightning_tricks.data.tokenizer import (
     changes_text,
@@ -52,6 +53,8 @@ class Source:
             tokenizer changes no text.
         name: in a mixture.
         seed: of the order of its rows.
+        packing: of its training rows, see `PackedRows`.
+        packed: these rows, once there is a plan of them; None: they are windows.
     """
 
     streams: dict[str, TokenStream]
@@ -60,6 +63,29 @@ class Source:
     byte_corrections: NDArray[np.int64] | None = None
     name: str = ""
     seed: int = 0
+    packing: Packing = "cut"
+    packed: PackedRows | None = None
+
+    def pack(self, seq_len: int, eot_id: int | None, cache_dir: Path) -> None:
+        """Make the plan of packed rows, or open it, where `packing` asks for one.
+
+        Raises:
+            UsageError: also for another word than those of `Packing`, and without an end-of-text token.
+        """
+        if self.packing not in get_args(Packing):
+            raise UsageError(f"packing={self.packing!r}: give cut or best_fit")
+        if self.packing == "cut" or self.packed is not None:
+            return
+        if eot_id is None:
+            raise UsageError("packing=best_fit: documents end at the end-of-text token; give eot_id or tokenizer")
+        data = f"{self.fingerprint} {self.content}"
+        self.packed = PackedRows(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, data)
+        self.fingerprint += " packed"
+
+    @property
+    def packed_summary(self) -> str:
+        """For the line on the data."""
+        return "" if self.packed is None else f"; {self.packed.summary()}"
 
 
 class TokenIdCheck:
@@ -83,13 +109,12 @@ class TokenIdCheck:
         """Refuse a batch with an id that is too large: two maxima on the CPU, which take microseconds."""
         if self.bound is None:
             return
-        # the labels hold every token of a row but its first
-        labels, first = batch["labels"].numpy(), batch["input_ids"].numpy()[:, :1]
-        if max(int(labels.max()), int(first.max())) < self.bound:
+        labels, inputs = batch["labels"].numpy(), batch["input_ids"].numpy()
+        if max(int(labels.max()), int(inputs.max())) < self.bound:
             return
-        tokens = np.concatenate((first, labels), axis=1)
-        for row, token in np.argwhere(tokens >= self.bound).tolist():
-            raise _wrong_id(batches.describe(key, row, token - 1), tokens[row, token], self.bound, self.whose)
+        for tokens, before in ((labels, 0), (inputs, 1)):
+            for row, place in np.argwhere(tokens >= self.bound).tolist():
+                raise _wrong_id(batches.describe(key, row, place, before), tokens[row, place], self.bound, self.whose)
 
 
 def _wrong_id(where: str, token: int, vocab_size: int, whose: str) -> UsageError:
@@ -174,6 +199,8 @@ class TokenDataModule(pl.LightningDataModule):
     The arguments are those of the subclasses.
     """
 
+    cache_dir: Path
+
     def __init__(
         self,
         seq_len: int,
@@ -230,10 +257,8 @@ class TokenDataModule(pl.LightningDataModule):
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
         self.sources, self.tokenizer = list(sources), tokenizer
+        self._pack(self.sources)
         self._cursor.identity |= self._identity()
-        for source in sources:
-            if "train" in source.streams:
-                self._check_length(source.streams["train"])
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
             validated = [source for source in sources if "val" in source.streams]
@@ -254,6 +279,13 @@ class TokenDataModule(pl.LightningDataModule):
         (source,) = self.sources
         found = {"data": source.fingerprint, "content": source.content}
         return {name: value for name, value in found.items() if value is not None}
+
+    def _pack(self, sources: Sequence[Source]) -> None:
+        """Plan packed rows; refuses too few tokens for one row."""
+        for source in sources:
+            if "train" in source.streams:
+                self._check_length(source.streams["train"])
+                source.pack(self.seq_len, self.eot_id, self.cache_dir)
 
     def _check_length(self, train: TokenStream) -> None:
         """Refuse too few tokens for one row."""
@@ -300,7 +332,7 @@ class TokenDataModule(pl.LightningDataModule):
         return self._training_batches(1)
 
     def _training_batches(self, micro_batch_size: int, skipped: SkippedSamples | None = None) -> TrainBatches:
-        rows = [WindowRows(source.streams["train"], self.eot_id) for source in self.sources]
+        rows = [source.packed or WindowRows(source.streams["train"], self.eot_id) for source in self.sources]
         return TrainBatches(rows, self._order(skipped), self.seq_len, micro_batch_size, self.document_ids)
 
     def _order(self, skipped: SkippedSamples | None = None) -> RowOrder:
@@ -308,6 +340,8 @@ class TokenDataModule(pl.LightningDataModule):
 
     def _pass(self, source: Source) -> Pass:
         """The rows of a source."""
+        if source.packed is not None:
+            return Pass(len(source.packed), 1, 1, source.seed)
         return windows(len(source.streams["train"]), self.seq_len, source.seed)
 
     def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
@@ -430,4 +464,4 @@ class TokenDataModule(pl.LightningDataModule):
 
 def _counted(source: Source) -> str:
     parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in source.streams.items()]
-    return f"{' and '.join(parts)}; {next(iter(source.streams.values())).paths[0].parent}"
+    return f"{' and '.join(parts)}{source.packed_summary}; {next(iter(source.streams.values())).paths[0].parent}"

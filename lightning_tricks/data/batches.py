@@ -24,19 +24,6 @@ IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
 
 
-def document_ids(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.int32]:
-    """Number of end-of-text tokens before each token of its row: equal within a document.
-
-    Args:
-        input_ids: (B, T).
-        eot_id: the end-of-text token, which belongs to the document that it ends.
-
-    Returns:
-        (B, T) int32, 0 at the first token of each row.
-    """
-    return np.cumsum(begins_after(input_ids, eot_id), axis=1, dtype=np.int32)
-
-
 def begins_after(input_ids: NDArray[np.int64], eot_id: int) -> NDArray[np.bool_]:
     """Whether a document begins at each token, (..., T): after an end-of-text token."""
     begins = np.zeros(input_ids.shape, dtype=bool)
@@ -77,7 +64,7 @@ class SourceRows(Protocol):
         """Whether a document begins at each token of a row, (T,)."""
 
     def offset(self, address: int, label: int) -> int:
-        """The offset in the stream of a label of the row; label -1 is the token before the first one."""
+        """The offset in the stream of a label of the row; of one near it where the row is filled up."""
 
 
 @dataclass(eq=False)
@@ -146,10 +133,10 @@ class TrainBatches(Dataset[Batch]):
         source, address = self.places(first_row)[row]
         return source, self.rows[source].offset(address, label)
 
-    def describe(self, first_row: int, row: int, label: int) -> str:
-        """Name the shard of a label, for messages."""
+    def describe(self, first_row: int, row: int, label: int, before: int = 0) -> str:
+        """Name the shard of a label, or of a token so many `before` it, for messages."""
         source, offset = self.offset(first_row, row, label)
-        return self.rows[source].stream.describe(offset)
+        return self.rows[source].stream.describe(max(offset - before, 0))
 
     def __getitem__(self, first_row: int) -> Batch:
         shape = (self.micro_batch_size, self.seq_len)
@@ -232,9 +219,9 @@ class ValidationBatches(Dataset[Batch]):
             batch |= with_documents(begins_after(input_ids, self.eot_id))
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
-    def describe(self, index: int, row: int, label: int) -> str:
-        """Name the shard of a label of a batch's row, for messages; label -1 is the token before the first one."""
-        return self.stream.describe(int(self.starts(index)[row]) + 1 + label)
+    def describe(self, index: int, row: int, label: int, before: int = 0) -> str:
+        """See `TrainBatches.describe`."""
+        return self.stream.describe(int(self.starts(index)[row]) + 1 + label - before)
 
     def _corrections(self, index: int) -> NDArray[np.int64]:
         """Bytes to add to the rows of batch `index`, (B,); the labels of a row are one token after its inputs."""
@@ -270,10 +257,10 @@ class JoinedBatches(Dataset[Batch]):
         source, batches = [*self.parts.items()][number]
         return source, batches, index - (self._ends[number - 1] if number else 0)
 
-    def describe(self, index: int, row: int, label: int) -> str:
-        """See `ValidationBatches.describe`."""
+    def describe(self, index: int, row: int, label: int, before: int = 0) -> str:
+        """See `TrainBatches.describe`."""
         _, batches, inside = self._find(index)
-        return batches.describe(inside, row, label)
+        return batches.describe(inside, row, label, before)
 
     def __getitem__(self, index: int) -> Batch:
         source, batches, inside = self._find(index)

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,38 @@ def remove_unfinished(cache_dir: Path) -> None:
         if has_ended(left.name):
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/lightning_tricks`, else `~/.cache/lightning_tricks`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_tricks"
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` exists.
+
+    What killed builds of any folder beside it have left is removed.
+
+    Raises:
+        UsageError: the parent cannot be written, or the disk is full. No incomplete folder is left.
+    """
+    remove_unfinished(folder.parent)
+    if folder.exists():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=staging_prefix(folder.name), dir=folder.parent))
+        try:
+            build(temporary)
+            temporary.chmod(0o755)  # mkdtemp's 0o700 would lock others out of a shared cache
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        if folder.is_dir():
+            return  # another process was faster, and its folder is as good
+        reason = error.strerror or error
+        raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
 
 
 def file_hashes(paths: Sequence[Path], cache_dir: Path) -> list[str]:

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.data.base import Source, TokenDataModule
+from lightning_tricks.data.content import default_cache_dir
 from lightning_tricks.data.cursor import steps_done
 from lightning_tricks.data.mixture import UNIT, Mixture, Resolved, Stage
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, derive_key
-from lightning_tricks.data.text_data import TextData, default_cache_dir, learn_tokenizer
+from lightning_tricks.data.text_data import TextData, learn_tokenizer
 from lightning_tricks.data.token_data import TokenData, holds_tokens
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
@@ -191,23 +192,31 @@ class MixtureData(TokenDataModule):
         """Tokenize sources of text into the cache, unless that has been done."""
         self._share_tokenizer()
         for part in self._parts.values():
-            part.prepare_data()
+            if isinstance(part, TextData):
+                part.prepare_shards()
+        if any(part.packing == "best_fit" for part in self._parts.values()):
+            self._pack(self._opened())
 
     def setup(self, stage: str | None = None) -> None:
         """Open the sources and check that one tokenizer wrote all of them."""
         self._share_tokenizer()
+        opened = self._opened()
+        if self.document_ids and self.eot_id is None:
+            raise UsageError("document_ids=True: documents end at the end-of-text token; give tokenizer")
+        self.use(opened, self._given_tokenizer, self._tokenizer_name)
+        if self._given_tokenizer is None and self.vocab_size is not None:
+            self.check_ids(self.vocab_size, "vocab_size")
+        self._mixture = Mixture(self._stages(None), self._limits(), self.seed)
+
+    def _opened(self) -> list[Source]:
+        """The sources, each with its own order."""
         opened = {name: part.open_source() for name, part in self._parts.items()}
         for name, source in opened.items():
             self._parts[name].sources = [source]  # by which it finds the file of a token
             if "train" not in source.streams:
                 raise UsageError(f"sources: {name} has no training tokens; leave it out")
             source.name, source.seed = name, derive_key(self.seed, *name.encode())
-        if self.document_ids and self.eot_id is None:
-            raise UsageError("document_ids=True: documents end at the end-of-text token; give tokenizer")
-        self.use([*opened.values()], self._given_tokenizer, self._tokenizer_name)
-        if self._given_tokenizer is None and self.vocab_size is not None:
-            self.check_ids(self.vocab_size, "vocab_size")
-        self._mixture = Mixture(self._stages(None), self._limits(), self.seed)
+        return [*opened.values()]
 
     def _share_tokenizer(self, learn: bool = True) -> bool:
         """Give each source the tokenizer of the mixture, of the other sources, or one learned from all texts.
@@ -383,7 +392,8 @@ class MixtureData(TokenDataModule):
         assert self._mixture is not None
         shares = self._mixture.segments()[0].weights
         parts = [
-            f"{source.name} {shares.get(source.name, 0) / UNIT:.2%} ({len(source.streams['train']):,} tokens)"
+            f"{source.name} {shares.get(source.name, 0) / UNIT:.2%} ({len(source.streams['train']):,} tokens"
+            f"{source.packed_summary})"
             for source in self.sources
         ]
         return f"Mixture: {', '.join(parts)}; each within {self._mixture.bound:.2f} rows of its share at any step"

@@ -265,6 +265,10 @@ class TokenStream:
             counts[offset] = seen
         return [counts[offset] for offset in offsets]
 
+    def document_ends(self, start: int, stop: int, eot_id: int) -> NDArray[np.int64]:
+        """Offsets after the end-of-text tokens, above `start` and up to `stop`, ascending."""
+        return np.flatnonzero(self.view(start, stop - start) == eot_id) + start + 1
+
     def first_at_least(self, bound: int, limit: int) -> int | None:
         """Offset of the first id >= `bound` among the first `limit` tokens, None when there is none.
 

@@ -7,7 +7,7 @@ from harness.windows import WindowOrder, train_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_tricks.data.batches import ValidationBatches, document_ids
+from lightning_tricks.data.batches import ValidationBatches, begins_after, with_documents
 from lightning_tricks.data.shards import TokenStream
 
 
@@ -38,8 +38,9 @@ def test_input_and_labels_do_not_share_memory():
 
 def test_document_ids_count_the_ends_before_a_token():
     rows = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 2, 3, 4, 5, 6]])
-    assert document_ids(rows, eot_id=0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert document_ids(rows, eot_id=0).dtype == np.int32
+    found = with_documents(begins_after(rows, eot_id=0))["document_ids"]
+    assert found.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert found.dtype == np.int32
     batch = train_batches(Tokens([3, 0] * 20), 40, 4, 1, eot_id=0)[0]
     assert batch["document_ids"].tolist() in ([[0, 0, 1, 1]], [[0, 1, 1, 2]])
 

@@ -164,7 +164,7 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
         """Summed loss and number of the labels that count, all of them without a step; and of all labels."""
         ids, labels = (batch["input_ids"], batch["labels"]) if isinstance(batch, dict) else batch.unbind(1)
         last = self.trainer.strategy.dims.data_ranks - 1 if self.trainer.world_size > 1 else 0
-        kept = labels % 3 > 0 if step is not None else torch.ones_like(labels, dtype=torch.bool)
+        kept = (labels % 3 > 0) & (labels >= 0) if step is not None else torch.ones_like(labels, dtype=torch.bool)
         if step is not None and step % 3 == 1 and self.tokens == "none on one rank":
             kept = kept & (data_rank(self.trainer)[0] != last)
         return self(ids, labels.masked_fill(~kept, -100)), kept.sum(), labels.numel()
@@ -327,7 +327,8 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
     """
     if not row["ExactResume"]:
         options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
-        return {"datamodule": TokenData(**options, seq_len=LENGTH, micro_batch_size=ROWS)}
+        packing = {"packing": row["packing"], "eot_id": 0, "cache_dir": str(tokens / "cache")}
+        return {"datamodule": TokenData(**options, **packing, seq_len=LENGTH, micro_batch_size=ROWS)}
     generator = torch.Generator().manual_seed(5)
     # an epoch of 16 micro-batches, or of 15: the last window of two is short
     ranks = 1 if as_ranks else LAYOUTS[row["layout"]].dims.data_ranks

@@ -24,6 +24,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "tokens": ("all", "ragged", "none on one rank"),
     "windows": ("whole", "short last one"),
     "killed": (3, 6, 8),
+    "packing": ("cut", "best_fit"),
     **dict.fromkeys(TRICKS, (False, True)),
 }
 FACTORS = {"layout": tuple(LAYOUTS), **OTHERS}
@@ -42,10 +43,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
          "tokens": "all", "windows": "whole",
-         "killed": 6, **dict.fromkeys(TRICKS, False)}  # fmt: skip
+         "killed": 6, "packing": "cut", **dict.fromkeys(TRICKS, False)}  # fmt: skip
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
+FORBIDDEN += [{"packing": "best_fit", "ExactResume": True}]  # that has a loader of its own
 FORBIDDEN += [{"layout": name, factor: level} for name, layout in LAYOUTS.items() for factor, level in layout.refused]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
 OF_TWO = [name for name, layout in LAYOUTS.items() if layout.dims.world == 2]
