@@ -129,28 +129,29 @@ class RemoteFile:
         return b"".join(parts)
 
     def beside(self, name: str) -> "RemoteFile | None":
-        """Another file of its folder; None if it is not there."""
+        """Another file of its folder, which is listed once; None if it is not there."""
         folder, _, last = f"{self.parent}/{name}".rpartition("/")
         return _listed(folder, self.cache).get(last)
 
 
-def find_remote(
-    url: str, cache: BlockCache, of_folder: Callable[[Sequence[RemoteFile]], Sequence[Any]]
-) -> Sequence[RemoteFile]:
-    """The files of a URL, by name: that file, those of a glob, or what `of_folder` takes of a folder's.
+def find_remote(url: str, cache: BlockCache, of_folder: Callable[[list[Any]], list[Any]]) -> list[RemoteFile]:
+    """The files of a URL as they are now, by name: that file, those of a glob, or what `of_folder` takes of a folder's.
 
     Raises:
         UsageError: it is not there, the bucket refuses, the library of its protocol is missing.
     """
     _listed.cache_clear()
+    _ask(url, lambda fs, path: fs.invalidate_cache())
     return _find(url, cache, of_folder)
 
 
-def _find(
-    url: str, cache: BlockCache, of_folder: Callable[[Sequence[RemoteFile]], Sequence[RemoteFile]]
-) -> Sequence[RemoteFile]:
-    def files(fs: Any, path: str) -> Sequence[RemoteFile]:
-        fs.invalidate_cache()
+@lru_cache(maxsize=16)
+def _listed(folder: str, cache: BlockCache) -> dict[str, RemoteFile]:
+    return {file.name: file for file in _find(folder, cache, list)}
+
+
+def _find(url: str, cache: BlockCache, of_folder: Callable[[list[Any]], list[Any]]) -> list[RemoteFile]:
+    def files(fs: Any, path: str) -> list[RemoteFile]:
         infos = list(fs.glob(path, detail=True).values()) if has_magic(path) else [fs.info(path)]
         if is_folder := not has_magic(path) and infos[0]["type"] == "directory":
             infos = fs.ls(path, detail=True)
@@ -162,11 +163,6 @@ def _find(
         return of_folder(found) if is_folder else found
 
     return _ask(url, files)
-
-
-@lru_cache(maxsize=16)
-def _listed(folder: str, cache: BlockCache) -> dict[str, RemoteFile]:
-    return {file.name: file for file in _find(folder, cache, list)}
 
 
 def _ask(url: str, question: Callable[[Any, str], Result]) -> Result:

@@ -252,7 +252,7 @@ class TokenStream:
         """
         stop = len(self) if count is None else min(start + count, len(self))
         found = [np.empty(0, dtype=np.int64)]
-        if any(part.documents is None for part in self._parts):
+        if any(part.ends is None for part in self._parts):
             return None
         for number in range(self._locate(start)[0], self._locate(stop - 1)[0] + 1 if stop > start else 0):
             before = int(self._ends[number]) - len(self._shards[number])

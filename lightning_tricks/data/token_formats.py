@@ -1,6 +1,6 @@
 """Token files of seven formats, read in place: where the tokens of a file lie, and where its documents end.
 
-Opening takes heads of files and indexes, whatever the number of tokens. A reader refuses what would give wrong tokens.
+Opening reads the heads of files and indexes, whatever the number of tokens, and refuses what would give wrong ones.
 
 Source, each layout from the code that writes it: https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 (GPT-2: magic 20240520, version 1, uint16; Llama 3: 20240801, version 7, uint32),
@@ -19,7 +19,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ from lightning_tricks.data.remote import RemoteFile, each
 ShardFormat = Literal["auto", "llm.c", "nanogpt", "megatron", "datatrove", "litdata", "mds", "olmo"]
 TokenDtype = Literal["uint16", "int32", "uint32", "int64"]
 File = Path | RemoteFile
-Ends = Callable[[int, int], NDArray[np.int64]]
 HEADER_INTS = 256  # int32 values of llm.c's header: magic, version, number of tokens, zeros
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, dtype)
 MEGATRON_HEAD = b"MMIDIDX\0\0" + struct.pack("<Q", 1)
@@ -75,10 +73,24 @@ class FileArray:
     """Numbers of one type that lie side by side in a file, sliced like a NumPy array (n,).
 
     A local file is mapped at its first slice, unless the process has mapped many; else each slice is read.
+
+    Args:
+        file: that holds them.
+        dtype: theirs.
+        offset: bytes before the first one.
+        count: of the numbers; None: up to the end of the file.
+        convert: a function of each slice; None: slices are what the file holds.
     """
 
-    def __init__(self, file: File, dtype: Any, offset: int = 0, count: int | None = None) -> None:
-        self.file, self.dtype, self.offset = file, np.dtype(dtype), offset
+    def __init__(
+        self,
+        file: File,
+        dtype: Any,
+        offset: int = 0,
+        count: int | None = None,
+        convert: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
+    ) -> None:
+        self.file, self.dtype, self.offset, self._convert = file, np.dtype(dtype), offset, convert
         self._count = (file_size(file) - offset) // self.dtype.itemsize if count is None else count
         self._mapped: NDArray[Any] | None = None
 
@@ -91,41 +103,42 @@ class FileArray:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             _maps.add(mapped)
             self._mapped = np.frombuffer(mapped, self.dtype, self._count, self.offset)
-        if self._mapped is not None:
-            return self._mapped[part]
+        found = self._read(part) if self._mapped is None else self._mapped[part]
+        return found if self._convert is None else self._convert(found)
+
+    def _read(self, part: slice) -> NDArray[Any]:
         start, stop, _ = part.indices(self._count)
-        begin, count = self.offset + start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
-        read = self.file.read if isinstance(self.file, RemoteFile) else lambda *place: _head(self.file, *place)
-        return np.frombuffer(read(begin, count), self.dtype)
+        place = self.offset + start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
+        raw = self.file.read(*place) if isinstance(self.file, RemoteFile) else _head(self.file, *place)
+        return np.frombuffer(raw, self.dtype)
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """The tokens of one file, and where its documents end, by an index that is read at the first question.
+    """The tokens of one file, and where its documents end.
 
     Args:
         file: of the tokens.
         tokens: their array.
-        documents: their number; None where the format has no index of them.
-        ends: (first, stop) -> offsets in the file, one after the last token of documents first..stop-1, (stop - first,).
+        ends: for each document the offset in the file after its last token, ascending, from an index that is read when
+            it is sliced; None where the format has no index.
     """
 
     file: File
     tokens: "FileArray | SampleArray"
-    documents: int | None = None
-    ends: Ends | None = None
+    ends: FileArray | NDArray[np.integer] | None = None
 
     def ends_between(self, start: int, stop: int) -> NDArray[np.int64] | None:
-        """The ends above `start` and up to `stop`, ascending, without those of documents that have no token.
+        """The ends above `start` and up to `stop`, each once: a document without tokens adds none.
 
         Raises:
             UsageError: the index contradicts itself or the file.
         """
-        if self.documents is None or (ends := self.ends) is None:
+        if (ends := self.ends) is None:
             return None
-        documents = range(self.documents)
-        first, last = (bisect_right(documents, offset, key=lambda n: ends(n, n + 1)[0]) for offset in (start, stop))
-        found = ends(first, last) if last > first else np.empty(0, dtype=np.int64)
+        documents = range(len(ends))
+        first, last = (bisect_right(documents, offset, key=lambda n: ends[n : n + 1][0]) for offset in (start, stop))
+        found = ends[first:last].astype(np.int64) if last > first else np.empty(0, dtype=np.int64)
         steps = np.diff(found, prepend=start)
         if (steps < 0).any() or (stop == len(self.tokens) and start + steps.sum() < stop):
             raise _refused(self.file, "its index of documents does not match it; write both again")
@@ -236,26 +249,27 @@ def _megatron(file: File, token_dtype: str | None) -> list[TokenPart]:
         total = _number(index, "<i8", bounds_at - 8) + _number(index, "<i4", starts_at - 4) * itemsize
     if total != file_size(file) or _number(index, "<i8", whole - 8) != sequences:
         raise _refused(file, f"{file_size(file)} bytes where {name} says {total}; copy both files again")
-    starts, following = FileArray(index, "<i8", starts_at, sequences), FileArray(index, "<i8", bounds_at, bounds)
+    starts = FileArray(index, "<i8", starts_at, sequences)
 
-    def ends(first: int, stop: int) -> NDArray[np.int64]:
-        after = following[first + 1 : stop + 1]  # the sequence after each document, which begins where it ends
-        offsets = np.append(starts[after[0] : after[-1] + 1] // itemsize, len(tokens))
-        return offsets.take(after - after[0], mode="clip")
+    def begin(sequence: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The offsets at which ascending sequences begin; the one after the last begins at the end of the file."""
+        offsets = np.append(starts[sequence[0] : sequence[-1] + 1] // itemsize, len(tokens))
+        return offsets.take(sequence - sequence[0], mode="clip")
 
-    return [TokenPart(file, tokens, bounds - 1, ends)]
+    # the index has the first sequence of each document, which begins where the document before it ends
+    return [TokenPart(file, tokens, FileArray(index, "<i8", bounds_at + 8, bounds - 1, begin))]
 
 
 def _datatrove(file: File, token_dtype: str | None) -> list[TokenPart]:
     index = _beside(file, name := f"{file.name}.index")
     if index is None or file_size(index) < 8:
         raise _refused(file, f"{name} beside it is missing or empty; without it, the file is shard_format: olmo")
-    ends, total = FileArray(index, "<i8"), _number(index, "<i8", file_size(index) - 8)
+    total = _number(index, "<i8", file_size(index) - 8)
     itemsize = file_size(file) // max(total, 1)
     if itemsize * total != file_size(file) or (total and itemsize not in (2, 4)):
         raise _refused(file, f"{file_size(file)} bytes where {name} says {total} tokens; copy both files again")
     tokens = FileArray(file, _unsigned(file, f"u{itemsize or 2}", token_dtype))
-    return [TokenPart(file, tokens, len(ends), lambda first, stop: ends[first:stop])]
+    return [TokenPart(file, tokens, FileArray(index, "<i8"))]
 
 
 def _index(file: File) -> dict[str, Any]:
@@ -292,53 +306,55 @@ def _litdata(index: File, token_dtype: str | None) -> list[TokenPart]:
     sizes = {chunk["filename"]: heads[chunk["filename"]] + chunk["dim"] * unsigned.itemsize for chunk in chunks}
 
     def part(file: File, head: int) -> TokenPart:
-        offsets = FileArray(file, "<u4", 8, head // 4 - 2)  # in bytes, where each item ends
-        ends: Ends = lambda first, stop: (offsets[first:stop].astype(np.int64) - head) // unsigned.itemsize  # noqa: E731
-        return TokenPart(file, FileArray(file, unsigned, head), len(offsets), ends)
+        ends = FileArray(
+            file, "<u4", 8, head // 4 - 2, lambda place: (place.astype(np.int64) - head) // unsigned.itemsize
+        )
+        return TokenPart(file, FileArray(file, unsigned, head), ends)
 
     return list(map(part, _named_files(index, sizes), heads.values()))
 
 
-@lru_cache(maxsize=256)  # 16 bytes a sample, about 130 KB for a shard of MDS's default size
-def _samples(file: File, dtype: np.dtype[Any], with_shape: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each sample of an MDS shard, the tokens up to its end, and the place of its first one in the file."""
-    number = _number(file, "<u4", 0)
-    places = np.frombuffer(_head(file, 4, 4 * (number + 1)), "<u4").astype(np.int64)
-    spaces = np.diff(places)
-    heads = np.full(len(spaces), 4)  # bytes of the size, and of the shape: a byte, then the length in 1, 2 or 4
-    if with_shape:
-        heads = np.select([spaces < 6 + 256 * dtype.itemsize, spaces < 7 + 65536 * dtype.itemsize], [6, 7], 9)
-    counts, rest = np.divmod(spaces - heads, dtype.itemsize)
-    if not number or places[-1] != file_size(file) or rest.any() or (counts < 0).any():
-        raise _refused(file, f"its samples are no rows of {dtype.itemsize}-byte tokens, or it is cut; copy it again")
-    return np.cumsum(counts), places[:-1] + heads
-
-
 class SampleArray:
-    """Tokens of an MDS shard whose samples have other bytes between them, sliced like an array (n,); see `_samples`."""
+    """Tokens of an MDS shard whose samples have other bytes between them, sliced like an array (n,).
+
+    Args:
+        file: the shard.
+        dtype: of its tokens.
+        with_shape: whether a sample's shape, and not its size alone, stands before its tokens.
+
+    Raises:
+        UsageError: the shard is cut, or holds something else.
+    """
 
     def __init__(self, file: File, dtype: np.dtype[Any], with_shape: bool) -> None:
-        self.dtype, self._shard, self._bytes = dtype, (file, dtype, with_shape), FileArray(file, "u1")
-        self._count = int(_samples(*self._shard)[0][-1])
+        number, size = _number(file, "<u4", 0), dtype.itemsize
+        places = np.frombuffer(_head(file, 4, 4 * (number + 1)), "<u4").astype(np.int64)
+        spaces = np.diff(places)
+        heads = np.full(len(spaces), 4)  # bytes of the size, and of the shape: a byte, then the length in 1, 2 or 4
+        if with_shape:
+            heads = np.select([spaces < 6 + 256 * size, spaces < 7 + 65536 * size], [6, 7], 9)
+        counts, rest = np.divmod(spaces - heads, size)
+        if not number or places[-1] != file_size(file) or rest.any() or (counts < 0).any():
+            raise _refused(file, f"its samples are no rows of {size}-byte tokens, or it is cut; copy it again")
+        self.dtype, self._bytes = dtype, FileArray(file, "u1")
+        # places in a shard fit 4 bytes: 8 bytes a sample in memory
+        self.ends, self._places = np.cumsum(counts).astype(np.uint32), (places[:-1] + heads).astype(np.uint32)
+        # text that was joined and cut has samples of one size, which are no documents
+        self.has_documents = number == 1 or counts.min() < counts.max()
 
     def __len__(self) -> int:
-        return self._count
+        return int(self.ends[-1])
 
     def __getitem__(self, part: slice) -> NDArray[np.integer]:
-        start, stop, _ = part.indices(self._count)
-        ends, places = _samples(*self._shard)
+        start, stop, _ = part.indices(len(self))
         size, parts = self.dtype.itemsize, [np.empty(0, dtype=self.dtype)]
         while start < stop:
-            sample = int(np.searchsorted(ends, start, side="right"))
-            count = min(stop, int(ends[sample])) - start
-            first = int(places[sample]) + (start - (int(ends[sample - 1]) if sample else 0)) * size
+            sample = int(np.searchsorted(self.ends, start, side="right"))
+            count = min(stop, int(self.ends[sample])) - start
+            first = int(self._places[sample]) + (start - (int(self.ends[sample - 1]) if sample else 0)) * size
             parts.append(self._bytes[first : first + count * size].view(self.dtype))
             start += count
         return np.concatenate(parts)
-
-    def ends(self, first: int, stop: int) -> NDArray[np.int64]:
-        """As `TokenPart` has them, for samples that are documents."""
-        return _samples(*self._shard)[0][first:stop]
 
 
 def _mds(index: File, token_dtype: str | None) -> list[TokenPart]:
@@ -365,10 +381,7 @@ def _mds(index: File, token_dtype: str | None) -> list[TokenPart]:
                 raise _refused(file, f"it does not have the {shard['samples']} samples of index.json; copy it again")
             return TokenPart(file, FileArray(file, unsigned, file_size(file) - data))
         samples = SampleArray(file, unsigned, kind == "ndarray")
-        sizes = np.diff(samples.ends(0, shard["samples"]), prepend=0)
-        if len(sizes) > 1 and len(set(sizes.tolist())) == 1:  # text that was joined and cut: samples are no documents
-            return TokenPart(file, samples)
-        return TokenPart(file, samples, len(sizes), samples.ends)
+        return TokenPart(file, samples, samples.ends if samples.has_documents else None)
 
     return each(part, files, shards)
 

@@ -197,7 +197,10 @@ def test_a_connection_that_drops_is_tried_again_and_nothing_is_lost(bucket, tmp_
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (ConnectionResetError("reset\nby peer"), r"not read in 4 tries \(ConnectionResetError: reset by peer\); go on when"),
+        (
+            ConnectionResetError("reset\nby peer"),
+            r"not read in 4 tries \(ConnectionResetError: reset by peer\); go on when",
+        ),
         (lambda data: data[:7], r"not read in 4 tries \(OSError: 7 of 12388 bytes came\)"),
         (PermissionError("Forbidden"), r"access is refused \(Forbidden\); check the credentials and the path"),
         (FileNotFoundError("gone"), r"it is not there; check the path"),
@@ -247,7 +250,9 @@ def test_a_missing_library_is_one_line_with_the_command(tmp_path, monkeypatch, p
         raise ImportError(f"Install the library of {protocol}")
 
     monkeypatch.setattr(remote, "url_to_fs", missing)
-    with pytest.raises(UsageError, match=rf"^{protocol}://b/x.bin: Install .*; pip install 'lightning-tricks\[{extra}\]'$"):
+    with pytest.raises(
+        UsageError, match=rf"^{protocol}://b/x.bin: Install .*; pip install 'lightning-tricks\[{extra}\]'$"
+    ):
         opened(tmp_path, f"{protocol}://b/x.bin")
 
 

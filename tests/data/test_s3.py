@@ -29,7 +29,11 @@ class Server:
             def log(self, *args):
                 pass
 
-        self.app, self.drops, self.dropped = werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app), 0, 0
+        self.app, self.drops, self.dropped = (
+            werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app),
+            0,
+            0,
+        )
         self.server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=Quiet)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = Thread(target=self.server.serve_forever, daemon=True)
@@ -149,14 +153,20 @@ def test_a_bucket_that_refuses_or_is_not_there_is_one_line(server, tmp_path):
     written.datatrove(tmp_path / "local", DOCUMENTS)
     upload(tmp_path / "local")
     stream = opened(tmp_path, "s3://tokens/local/*.ds").streams["train"]
-    with pytest.raises(UsageError, match=r"^(train='s3://none/x.bin': matches no file|s3://none/x.bin: it is not there)"):
+    with pytest.raises(
+        UsageError, match=r"^(train='s3://none/x.bin': matches no file|s3://none/x.bin: it is not there)"
+    ):
         opened(tmp_path, "s3://none/x.bin")
     server.post("/moto-api/reset-auth", b"0")  # from now on, keys have to be those of a user
     try:
         for url in ("s3://tokens/local/000.ds", "s3://tokens/local/*.ds", "s3://tokens/local"):
-            with pytest.raises(UsageError, match=r"^s3://tokens/local.*: access is refused \(.+\); check the credentials"):
+            with pytest.raises(
+                UsageError, match=r"^s3://tokens/local.*: access is refused \(.+\); check the credentials"
+            ):
                 opened(tmp_path, url)
-        with pytest.raises(UsageError, match=r"^s3://tokens/local/000.ds: access is refused \(.+\); check the credentials"):
+        with pytest.raises(
+            UsageError, match=r"^s3://tokens/local/000.ds: access is refused \(.+\); check the credentials"
+        ):
             stream.read(0, 10)
     finally:
         server.post("/moto-api/reset-auth", b"inf")

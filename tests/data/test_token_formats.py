@@ -134,7 +134,9 @@ def test_sources_are_files_folders_and_globs(tmp_path):
     one = sum(map(len, SMALL))
     assert len(opened(tmp_path)) == len(opened(tmp_path / "*.ds")) == len(opened(tmp_path / "[ab]")) == 2 * one
     assert [path.name for path in opened(tmp_path).paths] == ["a.ds", "b.ds"]
-    assert len(opened(tmp_path / "a")) == len(opened(tmp_path / "a.ds")) == len(opened(tmp_path / "a/index.json")) == one
+    assert (
+        len(opened(tmp_path / "a")) == len(opened(tmp_path / "a.ds")) == len(opened(tmp_path / "a/index.json")) == one
+    )
     with pytest.raises(UsageError, match=r"^train='.*empty': matches no file; check the path$"):
         opened(tmp_path / "empty")
     written.bare(tmp_path / "a" / "x.bin", SMALL)  # no chunk of the index
