@@ -6,8 +6,8 @@ Both encoders take the standard library's sources with a tokenizer that is learn
 `tiktoken` has the first megabyte by tokenizers, the checks and all threads, as a preparation of data has them;
 `tiktoken_alone` is what a longer text costs, on one thread. The loaders read one shard of random ids on one thread:
 ours, `TokenData`'s, with the check of each id; `MixtureData`'s, of the same tokens as 35 sources of other weights; and
-the loop of nanoGPT's train.py, which maps the file anew for each batch and draws its rows at random. Contenders take turns; a figure is the median over the rounds of CPU time, of wall
-time where it says so; ratios are taken in a round.
+the loop of nanoGPT's train.py, which maps the file anew for each batch and draws its rows at random. Contenders take
+turns; a figure is the median over the rounds of CPU time, of wall time where it says so; ratios are taken in a round.
 """
 
 import argparse

@@ -201,8 +201,6 @@ class MixtureData(TokenDataModule):
         """Open the sources and check that one tokenizer wrote all of them."""
         self._share_tokenizer()
         opened = self._opened()
-        if self.document_ids and self.eot_id is None:
-            raise UsageError("document_ids=True: documents end at the end-of-text token; give tokenizer")
         self.use(opened, self._given_tokenizer, self._tokenizer_name)
         if self._given_tokenizer is None and self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")

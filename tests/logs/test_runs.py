@@ -258,7 +258,8 @@ def test_json_has_every_column_and_numbers(three, capsys):
     rest = {name: value for name, value in records[0].items() if name not in ("settings", "tokens")}
     assert rest == {
         "name": "a/version_10", "state": "finished", "steps": 30, "val_loss": 3.75, "best_val_loss": 3.25,
-        "best_step": 20, "bits_per_byte": 2.25, "best_bits_per_byte": 2.0, "sources": None, "hours": 3.0, "goodput": 0.7, "mfu": 0.36,
+        "best_step": 20, "bits_per_byte": 2.25, "best_bits_per_byte": 2.0, "sources": None, "hours": 3.0,
+        "goodput": 0.7, "mfu": 0.36,
     }  # fmt: skip
 
 
