@@ -29,8 +29,8 @@ class TokenData(TokenDataModule):
     with others says so in one line.
 
     Args:
-        train: training shards: a file, a folder, a glob or a URL of these such as s3://bucket/train_*.bin, or a list; each
-            one's files are read in sorted order, those of litdata and MDS in the order of their `index.json`.
+        train: training shards: a path, a glob, or a URL such as s3://bucket/train_*.bin, of files or folders, or a list
+            of them; the files of each are read in sorted order, or in that of an `index.json`.
         val: validation shards, likewise; None means no validation.
         tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it,
             checkpoints hold the tokenizer, and validation batches have `n_bytes` unless it may change a text.
@@ -44,7 +44,7 @@ class TokenData(TokenDataModule):
         shard_format: `auto` finds the format by an `index.json`, by llm.c's header, or by the index of Megatron or
             datatrove beside a file; `nanogpt` and `olmo` are bare ids, which nothing tells.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
-        token_dtype: of ids where the files do not say it: for `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
+        token_dtype: of ids whose files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
         cache_dir: folder for blocks of remote files; None means $XDG_CACHE_HOME/lightning_tricks or
             ~/.cache/lightning_tricks.
         cache_gib: bound of the size of these blocks; the least recently read are dropped.
