@@ -47,9 +47,11 @@ class BlockCache:
     def read(self, name: str, start: int, count: int) -> bytes | None:
         """Bytes start..start+count-1 of a block; None if it is not here."""
         with suppress(OSError), (self.folder / name).open("rb", buffering=0) as file:
-            os.utime(file.fileno())
             file.seek(start)
-            return found if len(found := file.read(count)) == count else None
+            if len(found := file.read(count)) == count:
+                with suppress(OSError):  # of another user's block
+                    os.utime(file.fileno())
+                return found
         return None
 
     def write(self, name: str, data: bytes) -> None:
@@ -66,9 +68,9 @@ class BlockCache:
 
     def _drop_oldest(self) -> None:
         blocks = list[tuple[float, int, str]]()
-        for path in self.folder.glob("*.block*"):
+        for file in self.folder.glob("*.block*"):
             with suppress(OSError):  # another process has dropped it
-                blocks.append(((stat := path.stat()).st_mtime, stat.st_size, str(path)))
+                blocks.append(((stat := file.stat()).st_mtime, stat.st_size, str(file)))
         excess = sum(size for _, size, _ in blocks) - self.limit_gib * 2**30 * 15 / 16
         for _, size, path in sorted(blocks):
             if excess > 0:

@@ -41,7 +41,7 @@ def write_header(file: BinaryIO, dtype: type[np.unsignedinteger], tokens: int) -
     file.write(header.tobytes())
 
 
-def open_shard(path: Path, shard_format: ShardFormat = "auto") -> NDArray[np.unsignedinteger]:
+def open_shard(path: Path, shard_format: ShardFormat = "auto") -> NDArray[np.integer]:
     """Memory-map the tokens of one shard, read-only: (tokens,), of an unsigned type.
 
     Args:

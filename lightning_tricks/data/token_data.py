@@ -30,8 +30,8 @@ class TokenData(TokenDataModule):
     with others says so in one line.
 
     Args:
-        train: training shards: a file, a folder, a glob or a URL of these such as s3://bucket/train_*.bin, or a list;
-            each one's files are read in sorted order, those of litdata and MDS in the order of their `index.json`.
+        train: training shards: a path, a glob, or a URL such as s3://bucket/train_*.bin, of files or folders, or a list
+            of them; the files of each are read in sorted order, or in that of an `index.json`.
         val: validation shards, likewise; None means no validation.
         tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it,
             checkpoints hold the tokenizer, and validation batches have `n_bytes` unless it may change a text.
@@ -47,7 +47,7 @@ class TokenData(TokenDataModule):
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training tokens every `seq_len`; `best_fit` plans rows in which no document is cut that
             fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`. It needs the end-of-text token.
-        token_dtype: of ids where the files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
+        token_dtype: of ids whose files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
         cache_dir: folder for that plan, and for blocks of remote files; None means $XDG_CACHE_HOME/lightning_tricks or
             ~/.cache/lightning_tricks.
         cache_gib: bound of the size of these blocks; the least recently read are dropped.

@@ -39,6 +39,7 @@ LITDATA_DTYPES = {
     "no_header_numpy": dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))),
     "no_header_tensor": {11: "u1", 12: "i1", 13: "i2", 14: "i2", 15: "i4", 16: "i4", 17: "i8", 18: "i8", 20: "u2"},
 }
+INTEGERS = {np.dtype(kind).name for kind in LITDATA_DTYPES["no_header_numpy"].values()}
 COMPRESSED = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 MAPPED_FILES = 512  # Python keeps each mapped file open, and a process often may have 1024; more are read by slices
 _maps: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
@@ -128,14 +129,16 @@ class TokenPart:
     tokens: "FileArray | SampleArray"
     ends: FileArray | NDArray[np.integer] | None = None
 
-    def ends_between(self, start: int, stop: int) -> NDArray[np.int64] | None:
+    def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:
         """The ends above `start` and up to `stop`, each once: a document without tokens adds none.
+
+        Only where there are `ends`.
 
         Raises:
             UsageError: the index contradicts itself or the file.
         """
-        if (ends := self.ends) is None:
-            return None
+        ends = self.ends
+        assert ends is not None
         documents = range(len(ends))
         first, last = (bisect_right(documents, offset, key=lambda n: ends[n : n + 1][0]) for offset in (start, stop))
         found = ends[first:last].astype(np.int64) if last > first else np.empty(0, dtype=np.int64)
@@ -152,7 +155,7 @@ def open_parts(
 
     Args:
         file: of tokens; for a folder of litdata or MDS, its `index.json`.
-        shard_format: `auto` goes by an `index.json`, llm.c's magic, and an index of Megatron or datatrove beside the file.
+        shard_format: `auto` goes by an `index.json`, llm.c's magic, an index of Megatron or datatrove beside the file.
         token_dtype: of `olmo`, of MDS's `bytes`, of `nanogpt` unless it is uint16; other files say their own.
 
     Raises:
@@ -162,8 +165,8 @@ def open_parts(
         if file.name.endswith(COMPRESSED):
             raise _refused(file, "it is compressed, and tokens are read in place; decompress it")
         parts = _READERS[_recognized(file) if shard_format == "auto" else shard_format](file, token_dtype)
-    except KeyError as error:
-        raise _refused(file, f"it lacks {error}; copy or write it again") from error
+    except (KeyError, TypeError) as error:
+        raise _refused(file, f"it is not understood ({error!r}); copy or write it again") from error
     except OSError as error:
         raise UsageError(f"shard {file}: cannot be read ({error.strerror or error}); check the path") from error
     for part in parts:
@@ -202,11 +205,8 @@ def _llm_c(file: File, token_dtype: str | None) -> list[TokenPart]:
     magic = int(header[0]) if len(header) else None
     if len(header) < HEADER_INTS or magic not in FORMATS:
         known = ", ".join(map(str, FORMATS))
-        raise _refused(
-            file,
-            f"wrong magic {magic} (llm.c's are {known}), and no index beside it; if it has no header, name its format, "
-            "such as shard_format: nanogpt",
-        )
+        reason = f"wrong magic {magic} (llm.c's are {known}) and no index beside it"
+        raise _refused(file, f"{reason}; name the format of bare ids, such as shard_format: nanogpt")
     version, dtype = FORMATS[magic]
     if header[1] != version:
         raise _refused(file, f"version {header[1]} of magic {magic}, expected {version}; write it again")
@@ -219,9 +219,7 @@ def _llm_c(file: File, token_dtype: str | None) -> list[TokenPart]:
 def _nanogpt(file: File, token_dtype: str | None) -> list[TokenPart]:
     head, size, dtype = _head(file, 0, 6), file_size(file), _unsigned(file, token_dtype or "u2")
     if head == b"\x93NUMPY" or int.from_bytes(head[:4], "little") in FORMATS:
-        raise _refused(
-            file, f"it has a header ({head!r}), and its format has none; write bare ids, or shard_format: auto"
-        )
+        raise _refused(file, f"it begins with a header ({head!r}); write bare ids, or leave shard_format out")
     if size == 0 or size % dtype.itemsize:
         raise _refused(file, f"{size} bytes are no row of {dtype.itemsize}-byte tokens; write the file again")
     return [TokenPart(file, FileArray(file, dtype))]
@@ -306,10 +304,8 @@ def _litdata(index: File, token_dtype: str | None) -> list[TokenPart]:
     sizes = {chunk["filename"]: heads[chunk["filename"]] + chunk["dim"] * unsigned.itemsize for chunk in chunks}
 
     def part(file: File, head: int) -> TokenPart:
-        ends = FileArray(
-            file, "<u4", 8, head // 4 - 2, lambda place: (place.astype(np.int64) - head) // unsigned.itemsize
-        )
-        return TokenPart(file, FileArray(file, unsigned, head), ends)
+        to_tokens = lambda place: (place.astype(np.int64) - head) // unsigned.itemsize  # noqa: E731
+        return TokenPart(file, FileArray(file, unsigned, head), FileArray(file, "<u4", 8, head // 4 - 2, to_tokens))
 
     return list(map(part, _named_files(index, sizes), heads.values()))
 
@@ -349,7 +345,7 @@ class SampleArray:
         start, stop, _ = part.indices(len(self))
         size, parts = self.dtype.itemsize, [np.empty(0, dtype=self.dtype)]
         while start < stop:
-            sample = int(np.searchsorted(self.ends, start, side="right"))
+            sample = bisect_right(self.ends, start)
             count = min(stop, int(self.ends[sample])) - start
             first = int(self._places[sample]) + (start - (int(self.ends[sample - 1]) if sample else 0)) * size
             parts.append(self._bytes[first : first + count * size].view(self.dtype))
@@ -369,11 +365,9 @@ def _mds(index: File, token_dtype: str | None) -> list[TokenPart]:
 
     def part(file: File, shard: dict[str, Any]) -> TokenPart:
         (encoding,), (fixed,) = shard["column_encodings"], shard["column_sizes"]
-        kind, dtype, *_ = f"{encoding}::".split(":")
-        if kind not in ("bytes", "ndarray") or not (dtype := dtype or (kind == "bytes" and token_dtype)):
-            raise _refused(
-                index, f"its encoding {encoding!r} does not say the type of tokens; of bytes, give token_dtype"
-            )
+        kind, dtype, *_ = f"{encoding}:{token_dtype if encoding == 'bytes' else ''}:".split(":")
+        if kind not in ("bytes", "ndarray") or dtype not in INTEGERS:
+            raise _refused(index, f"its encoding {encoding!r} does not say the type of token ids; give token_dtype")
         unsigned = _unsigned(file, dtype, token_dtype)
         if fixed is not None:
             data = fixed * shard["samples"]

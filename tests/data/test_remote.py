@@ -1,4 +1,4 @@
-"""Token files behind URLs: what a local file gives, blocks kept within their bound, and connections that drop or refuse."""
+"""Token files behind URLs: what a local file gives, blocks within their bound, connections that drop or refuse."""
 
 import os
 import threading

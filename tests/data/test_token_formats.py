@@ -1,4 +1,4 @@
-"""Token files of other programs: the tokens and documents that were written, and each thing that can be wrong with them."""
+"""Token files of other programs: the tokens and documents that were written, and what can be wrong with them."""
 
 import importlib.machinery
 import json
@@ -150,110 +150,121 @@ def test_a_folder_with_training_and_validation_shards_is_refused(tmp_path):
         opened(tmp_path, shard_format="nanogpt")
 
 
-def cut(path: Path, count: int = 20) -> None:
-    path.write_bytes(path.read_bytes()[:-count])
+def cut(name: str, count: int = 20):
+    """Take the last bytes of a file."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
+
+    return spoil
 
 
-def edited(path: Path, change) -> None:
+def removed(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def replaced(name: str, place: int, raw: bytes):
+    """Overwrite bytes of a file."""
+
+    def spoil(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[place : place + len(raw)] = raw
+        (folder / name).write_bytes(content)
+
+    return spoil
+
+
+def edited(name: str, change):
     """Change the JSON of a file."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+
+    def spoil(folder: Path) -> None:
+        change(content := json.loads((folder / name).read_text()))
+        (folder / name).write_text(json.dumps(content))
+
+    return spoil
 
 
-def replaced(path: Path, place: int, raw: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[place : place + len(raw)] = raw
-    path.write_bytes(content)
+def chunks(documents=DOCUMENTS, **config):
+    return lambda folder, _: written.litdata(folder / "l", documents, **config)
 
 
-REFUSED = {  # name: (write, what goes wrong, options, message)
-    "a cut Megatron file": (
-        written.megatron, lambda at: cut(at / "m.bin"), {}, r"m.bin: 12368 bytes where m.idx says 12388; copy both"),
-    "a cut Megatron index": (written.megatron, lambda at: cut(at / "m.idx"), {}, r"m.bin: m.idx is cut short"),
-    "a Megatron index of another file": (
-        lambda at, docs: (written.megatron(at, docs), written.bare(at / "m.bin", docs[:5], "<i4"))[1],
-        lambda at: None, {}, r"m.bin: 11148 bytes where m.idx says 12388"),
-    "another version of Megatron": (
-        written.megatron, lambda at: replaced(at / "m.idx", 9, b"\2"), {"shard_format": "megatron"}, "no index of Megatron"),
-    "floats": (written.megatron, lambda at: replaced(at / "m.idx", 17, b"\7"), {}, r"type 7 in m.idx is none of token ids"),
-    "no Megatron index": (
-        written.megatron, lambda at: (at / "m.idx").unlink(), {"shard_format": "megatron"}, "m.idx beside it is missing"),
-    "Megatron without an index": (
-        written.megatron, lambda at: (at / "m.idx").unlink(), {}, r"wrong magic 500 .* name its format"),
-    "an empty Megatron file": (
-        lambda at, docs: written.megatron(at, [docs[0][:0]]), lambda at: None, {}, "holds no tokens"),
-    "a cut datatrove file": (
-        written.datatrove, lambda at: cut(at / "000.ds"), {}, r"000.ds: 12368 bytes where 000.ds.index says 3097 tokens"),
-    "a datatrove index of another file": (
-        written.datatrove, lambda at: cut(at / "000.ds.index", 8), {}, r"12388 bytes where 000.ds.index says 2796 tokens"),
-    "no datatrove index": (
-        written.datatrove, lambda at: (at / "000.ds.index").unlink(), {"shard_format": "datatrove"}, "index beside it is missing"),
-    "an empty datatrove file": (
-        lambda at, docs: written.datatrove(at, [docs[0][:0]]), lambda at: None, {}, "it holds no tokens; leave it out"),
-    "a cut chunk": (
-        lambda at, docs: written.litdata(at / "l", docs), lambda at: cut(at / "l" / "chunk-0-1.bin"), {},
-        r"index.json: chunk-0-1.bin has 8360 bytes where 8380 bytes should be"),
-    "a missing chunk": (
-        lambda at, docs: written.litdata(at / "l", docs), lambda at: (at / "l" / "chunk-0-0.bin").unlink(), {},
-        r"index.json: chunk-0-0.bin is missing where"),
-    "compressed chunks": (
-        lambda at, docs: written.litdata(at / "l", docs, compression="zstd"), lambda at: None, {}, r"packed \(zstd\)"),
-    "encrypted chunks": (
-        lambda at, docs: written.litdata(at / "l", docs, encryption={"algorithm": "fernet"}), lambda at: None, {},
-        "chunks are packed .*fernet"),
-    "chunks of pictures": (
-        lambda at, docs: written.litdata(at / "l", docs, data_format="jpeg"), lambda at: None, {}, "no single column"),
-    "chunks of floats": (
-        lambda at, docs: written.litdata(at / "l", docs, data_format="no_header_tensor:1"), lambda at: None, {}, "no single"),
-    "chunks for another loader": (
-        lambda at, docs: written.litdata(at / "l", docs, item_loader="PyTreeLoader"), lambda at: None, {}, "TokensLoader"),
-    "no chunks": (lambda at, docs: written.litdata(at / "l", []), lambda at: None, {}, "no index.json that names files"),
-    "no index at all": (
-        lambda at, docs: written.litdata(at / "l", docs), lambda at: (at / "l" / "index.json").write_text("{"), {},
-        "no index.json that names files"),
-    "a foreign index": (
-        lambda at, docs: written.litdata(at / "l", docs), lambda at: edited(at / "l" / "index.json", lambda c: c.pop("config")),
-        {}, r"index.json: it lacks 'config'; copy or write it again"),
-    "a folder in place of a file's format": (
-        lambda at, docs: written.megatron(at, docs), lambda at: None, {"shard_format": "mds"}, "give such a folder"),
-    "MDS without tokens": (
-        lambda at, docs: written.mds(at / "s", docs, column_names=["id", "text"]), lambda at: None, {},
-        r"its columns are id, text; .*write tokens as the only one"),
-    "compressed MDS": (
-        lambda at, docs: written.mds(at / "s", docs, compression="zstd:7"), lambda at: None, {}, r"packed \(zstd:7\)"),
-    "MDS bytes without a type": (
-        lambda at, docs: written.mds(at / "s", docs, "bytes"), lambda at: None, {}, r"'bytes' does not say .* give token_dtype"),
-    "MDS bytes of another type": (
-        lambda at, docs: written.mds(at / "s", docs, "bytes", "<u2"), lambda at: None, {"token_dtype": "int64"},
-        r"no rows of 8-byte tokens"),
-    "a cut MDS shard": (
-        lambda at, docs: written.mds(at / "s", docs), lambda at: cut(at / "s" / "shard.00001.mds"), {},
-        r"shard.00001.mds has \d+ bytes where \d+ bytes should be"),
-    "an MDS shard of other samples": (
-        lambda at, docs: written.mds(at / "s", BLOCKS, "ndarray:int32:64", "<i4"),
-        lambda at: edited(at / "s" / "index.json", lambda c: c["shards"][0].update(samples=2)), {},
-        "does not have the 2 samples of index.json"),
-    "OLMo without a type": (
-        lambda at, docs: written.bare(at / "o.npy", docs), lambda at: None, {"shard_format": "olmo"},
-        r"^token_dtype=None: shard .*o.npy does not say its own; give uint16 or uint32"),
-    "half a token": (
-        lambda at, docs: written.bare(at / "o.npy", docs), lambda at: cut(at / "o.npy", 1),
-        {"shard_format": "olmo", "token_dtype": "uint16"}, "6193 bytes are no row of 2-byte tokens"),
-    "NumPy's own file": (
-        lambda at, docs: (np.save(at / "o.npy", docs[0]), at / "o.npy")[1], lambda at: None,
-        {"shard_format": "olmo", "token_dtype": "uint16"}, "it has a header .*NUMPY"),
-    "llm.c's file as nanoGPT's": (written.llm_c, lambda at: None, {"shard_format": "nanogpt"}, "it has a header"),
-    "another type": (
-        written.megatron, lambda at: None, {"token_dtype": "uint16"},
-        r"^token_dtype='uint16': shard .*m.bin holds int32; leave token_dtype out"),
-    "a compressed file": (
-        lambda at, docs: written.bare(at / "x.bin.zst", docs), lambda at: None, {"shard_format": "nanogpt"}, "compressed"),
-    "an unknown format": (written.llm_c, lambda at: None, {"shard_format": "parquet"}, r"^shard_format='parquet': give one of"),
-}  # fmt: skip
+def samples(documents=DOCUMENTS, encoding="ndarray:uint32", dtype="<u4", **changes):
+    return lambda folder, _: written.mds(folder / "s", documents, encoding, dtype, **changes)
 
 
-@pytest.mark.parametrize(("write", "spoil", "options", "message"), REFUSED.values(), ids=REFUSED)
+def ids(name: str):
+    return lambda folder, documents: written.bare(folder / name, documents)
+
+
+def nothing(write):
+    return lambda folder, documents: write(folder, [documents[0][:0]])
+
+
+def unequal(folder, documents):
+    """A Megatron index of another file."""
+    written.megatron(folder, documents)
+    return written.bare(folder / "m.bin", documents[:5], "<i4")
+
+
+def numpy_s(folder, documents):
+    np.save(folder / "o.npy", documents[0])
+    return folder / "o.npy"
+
+
+def refused(write, message, spoil=lambda folder: None, **options):
+    return write, message, spoil, options
+
+
+TWO_BYTES = {"shard_format": "olmo", "token_dtype": "uint16"}
+REFUSED = [
+    refused(written.megatron, r"m.bin: 12368 bytes where m.idx says 12388; copy both", cut("m.bin")),
+    refused(written.megatron, "m.bin: m.idx is cut short; copy both", cut("m.idx")),
+    refused(unequal, "m.bin: 11148 bytes where m.idx says 12388"),
+    refused(written.megatron, "no index of Megatron", replaced("m.idx", 9, b"\2"), shard_format="megatron"),
+    refused(written.megatron, "type 7 in m.idx is none of token ids", replaced("m.idx", 17, b"\7")),
+    refused(written.megatron, "m.idx beside it is missing", removed("m.idx"), shard_format="megatron"),
+    refused(written.megatron, "wrong magic 500 .* name the format of bare ids", removed("m.idx")),
+    refused(nothing(written.megatron), "m.bin: it holds no tokens; leave it out"),
+    refused(written.datatrove, "000.ds: 12368 bytes where 000.ds.index says 3097 tokens", cut("000.ds")),
+    refused(written.datatrove, "12388 bytes where 000.ds.index says 2796 tokens", cut("000.ds.index", 8)),
+    refused(written.datatrove, "index beside it is missing", removed("000.ds.index"), shard_format="datatrove"),
+    refused(nothing(written.datatrove), "000.ds: it holds no tokens; leave it out"),
+    refused(chunks(), "index.json: chunk-0-1.bin has 8360 bytes where 8380 bytes should", cut("l/chunk-0-1.bin")),
+    refused(chunks(), "index.json: chunk-0-0.bin is missing where", removed("l/chunk-0-0.bin")),
+    refused(chunks(compression="zstd"), r"index.json: its chunks are packed \(zstd\).* write them plain"),
+    refused(chunks(encryption={"algorithm": "fernet"}), "its chunks are packed .*fernet"),
+    refused(chunks(data_format="jpeg"), r"\['jpeg'\] is no single column of tokens; write it with TokensLoader"),
+    refused(chunks(data_format="no_header_tensor:1"), "is no single column of tokens"),
+    refused(chunks(item_loader="PyTreeLoader"), "is no single column of tokens"),
+    refused(chunks([]), "index.json: it is no index.json that names files of litdata or MDS"),
+    refused(chunks(), "it is no index.json that names files", replaced("l/index.json", 0, b"}")),
+    refused(
+        chunks(), r"not understood \(KeyError\('config'\)\); copy", edited("l/index.json", lambda c: c.pop("config"))
+    ),
+    refused(written.megatron, "m.bin: it is no index.json .*; give such a folder", shard_format="mds"),
+    refused(samples(column_names=["id", "text"]), "its columns are id, text; .*write tokens as the only one"),
+    refused(samples(compression="zstd:7"), r"its shards are packed \(zstd:7\).* write them plain"),
+    refused(samples(encoding="bytes"), "'bytes' does not say the type of token ids; give token_dtype"),
+    refused(samples(encoding="bytes", dtype="<u2"), "no rows of 8-byte tokens, or it is cut", token_dtype="int64"),
+    refused(samples(encoding="ndarray:float32"), "'ndarray:float32' does not say the type of token ids"),
+    refused(samples(encoding="str"), "'str' does not say the type of token ids"),
+    refused(samples(), r"shard.00001.mds has \d+ bytes where \d+ bytes should be", cut("s/shard.00001.mds")),
+    refused(
+        samples(BLOCKS, "ndarray:int32:64", "<i4"),
+        "it does not have the 2 samples of index.json",
+        edited("s/index.json", lambda c: c["shards"][0].update(samples=2)),
+    ),
+    refused(ids("o.npy"), "^token_dtype=None: shard .*o.npy does not say its own; give uint16", shard_format="olmo"),
+    refused(ids("o.npy"), "6193 bytes are no row of 2-byte tokens; write", cut("o.npy", 1), **TWO_BYTES),
+    refused(numpy_s, "o.npy: it begins with a header .*NUMPY.*; write bare ids", **TWO_BYTES),
+    refused(written.llm_c, "it begins with a header .*; write bare ids", shard_format="nanogpt"),
+    refused(written.megatron, "^token_dtype='uint16': shard .*m.bin holds int32; leave", token_dtype="uint16"),
+    refused(ids("x.bin.zst"), "x.bin.zst: it is compressed, .*; decompress it", shard_format="nanogpt"),
+    refused(written.llm_c, "^shard_format='parquet': give one of auto, llm.c, ", shard_format="parquet"),
+]
+
+
+@pytest.mark.parametrize(("write", "message", "spoil", "options"), REFUSED, ids=[case[1] for case in REFUSED])
 def test_what_would_give_wrong_tokens_is_refused_in_one_line(tmp_path, write, spoil, options, message):
     source = write(tmp_path, DOCUMENTS)
     spoil(tmp_path)
@@ -266,7 +277,7 @@ def test_what_would_give_wrong_tokens_is_refused_in_one_line(tmp_path, write, sp
 @pytest.mark.parametrize("place", [8 * 3, 8 * 6])  # an end in the middle, the last but one
 def test_an_index_that_contradicts_itself_is_refused_when_it_is_asked(tmp_path, place):
     path = written.datatrove(tmp_path, DOCUMENTS)
-    replaced(tmp_path / "000.ds.index", place - 8, struct.pack("<Q", 1 << 50))
+    replaced("000.ds.index", place - 8, struct.pack("<Q", 1 << 50))(tmp_path)
     with pytest.raises(UsageError, match=r"000.ds: its index of documents does not match it; write both again$"):
         document_ends(opened(path))
 
