@@ -345,3 +345,22 @@ def test_a_document_ends_with_its_end_of_text_token(tmp_path):
         (0, 2, 1), (2, 6, 3), (6, 7, 7), (7, 10, 8),
     ]  # fmt: skip
     assert len(documents_of(rows, [0], [batch], None)) == 1
+
+
+def test_documents_of_packed_rows_are_their_pieces_without_what_fills_a_row_up(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 60, 50)
+    ids = np.arange(1, lengths.sum() + 1)
+    ids[np.cumsum(lengths) - 1] = 0
+    with ShardWriter(tmp_path, "train", 5000) as writer:
+        writer.append(ids)
+    data = TokenData(
+        str(tmp_path / "train_*.bin"), seq_len=16, eot_id=0, packing="best_fit", cache_dir=str(tmp_path / "cache")
+    )
+    data.setup()
+    samples, batches = rows_of(data.training_rows(), [(0, data._order().rows_in_pass - 1)])
+    documents = documents_of(data.training_rows(), samples, batches, 0)
+    assert sorted(token for document in documents for token in document.ids.tolist()) == sorted(ids.tolist())
+    for document in documents:
+        assert document.ids.tolist() == ids[document.token : document.token + document.tokens].tolist()
+    pieces = data.sources[0].packed.meta["pieces"]
+    assert len(documents) == pieces

@@ -47,7 +47,8 @@ ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "ac
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
-FORBIDDEN += [{"packing": "best_fit", "ExactResume": True}]  # that has a loader of its own
+# rows are packed where no loader is ExactResume's
+FORBIDDEN += [{"packing": "best_fit", "ExactResume": True}, {"packing": "best_fit", "windows": "short last one"}]
 FORBIDDEN += [{"layout": name, factor: level} for name, layout in LAYOUTS.items() for factor, level in layout.refused]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
 OF_TWO = [name for name, layout in LAYOUTS.items() if layout.dims.world == 2]
