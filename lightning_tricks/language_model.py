@@ -34,6 +34,7 @@ from lightning_tricks.models.moe import Router, take_loads
 from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.optim.freezing import freeze
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.schedules import Schedule
 
@@ -98,6 +99,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             decay_embeddings: bool = ...,
             param_rules: list[ParamRule | LayerwiseLRDecay] | None = ...,
             mup: MuP | None = ...,
+            freeze: list[str] | None = ...,
         ) -> None: ...
 
     else:
@@ -146,6 +148,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         # The meta device draws no weights, so that the random state of training does not depend on the shape.
         with torch.device("meta"):
             decoder = self.decoder = Decoder(self.config, self.base_config)
+        super().configure_model()
+        products = [param for part in (decoder.blocks, decoder.head) for param in part.parameters() if param.ndim > 1]
+        if not all(param.requires_grad for param in products):
+            self.flops_per_token = None  # type: ignore[assignment]  # MFUMonitor counts: the formula trains all products
         decoder.set_activation_checkpointing(self.activation_checkpointing)
         plugin: Any = strategy.precision_plugin if strategy is not None else None
         if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
@@ -231,6 +237,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         with torch.device("meta"):
             module: Any = torch.nn.ModuleDict({"decoder": Decoder(self.config)})
         module.base_shapes = self.base_shapes  # for muP
+        if self.freeze_patterns:
+            freeze(module, self.freeze_patterns)
         return module
 
     def _check_strategy(self, strategy: Any) -> None:
