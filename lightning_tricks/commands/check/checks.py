@@ -234,7 +234,7 @@ def layout(checked: Checked) -> str | Note:
     if setup.kind != "fsdp2":
         return "one device" if setup.world == 1 else f"{setup.world} processes, {setup.kind}"
     dims = setup.dims
-    blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours else None
+    blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours and setup.blocks_alike else None
     # the number of rows changes no collective, and each slice of the head takes time
     step = partial(_step, setup.changed(micro_batch_size=1)) if setup.is_ours and setup.rows else None
     if dims.pipeline > 1:
