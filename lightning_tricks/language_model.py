@@ -65,7 +65,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     step. `train/loss` has the losses of experts in it, `val/loss` has not.
 
     Args:
-        decoder: Architecture, such as `Llama` or `GPT2`.
+        decoder: Architecture, such as `Llama` or `GPT2`. Its `vocab_size` and `max_seq_len` are those of the data module
+            unless they are given.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
             None is `none`.
@@ -121,8 +122,21 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.decoder = None
             self.token_loss, self.bits_per_byte = TokenLoss(), BitsPerByte()
 
+    def follow_data(self, data: Any) -> None:
+        """Take the sizes of a data module for those that the decoder was not given, until it is built.
+
+        The command line calls it when the recipe is read, the Trainer before the data are prepared: a vocabulary that
+        is still to be learned counts as it was asked for.
+        """
+        if self.decoder is None:
+            self.config = self.config.of_data(getattr(data, "vocab_size", None), getattr(data, "seq_len", None))
+            self.base_config = self.config if self.mup is None else self.mup.base_config(self.config)
+            if "decoder" in self.hparams:  # of `save_hyperparameters()`, for a checkpoint
+                self.hparams["decoder"] = self.config
+
     def configure_callbacks(self) -> list["pl.Callback"]:
         """The monitors of every pretraining run, and what its optimizer needs, unless the Trainer has them already."""
+        self.follow_data(self.trainer.datamodule)  # type: ignore[attr-defined]
         given: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         wanted: list[type[pl.Callback]] = [LRMonitor, GradNormMonitor, MFUMonitor]
         if has_figures(self.trainer.precision_plugin):
