@@ -174,10 +174,19 @@ def cut(
     count = ranks * len(mine)
     layers = layers_of_stages(count, len(blocks), _head_in_layers(modules, of["last"], blocks), layers_per_stage)
     names, stages, kept = list(blocks), {}, set[str]()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts_of, layers_of = [], []
+    for number in range(count):
+        first, last = number == 0, number == count - 1
+        parts_of.append([*(of["first"] if first else copied if last else ()), *(of["last"] if last else ())])
+        layers_of.append([names[layer] for layer in layers[number]])
+        if not any(name.startswith(tuple(f"{p}." for p in (*parts_of[-1], *layers_of[-1]))) for name in trained):
+            raise UsageError(
+                f"mesh.pipeline: all parameters of stage {number} are frozen: freeze less, or take fewer stages"
+            )
     for number in mine:
         first, last = number == 0, number == count - 1
-        parts = [*(of["first"] if first else copied if last else ()), *(of["last"] if last else ())]
-        own = [names[layer] for layer in layers[number]]
+        parts, own = parts_of[number], layers_of[number]
         kept |= {*parts, *own}
         stages[number] = Stage(
             model, {name: modules[name] for name in parts}, {name: blocks[name] for name in own}, first, last
@@ -420,6 +429,8 @@ class Pipeline:
         """Add up the gradients of the copies that the first and the last stage have of a weight."""
         for parameter in map(self.model.get_parameter, self.tied):
             gradient = parameter.grad
+            if not parameter.requires_grad:
+                continue
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if isinstance(gradient, DTensor):  # of tensor ranks: an embedding's is whole, a head's is divided

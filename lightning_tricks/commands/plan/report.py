@@ -82,7 +82,9 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
     if plan.flops_per_token is None:
         yield _row("not known", "the FLOPs of this module: a run with MFUMonitor counts them")
         return
-    yield _row("FLOPs", f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice")
+    all_trained = ", as if nothing were frozen" if plan.parameters.get("frozen") else ""
+    flops = f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice{all_trained}"
+    yield _row("FLOPs", flops)
     if plan.device.peak is None:
         yield _row("not known", f"the peak of {plan.device.name} at {plan.setup.peak_dtype}: give --peak_tflops")
         return
