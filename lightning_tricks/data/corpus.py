@@ -21,37 +21,19 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
-import fsspec
-
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.content import file_hashes, known_revision
+from lightning_tricks.data.remote import BlockCache, RemoteFile, find_remote
 
 # the files of a folder that are read; a glob takes any name
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
-# what is named, and is known to be no text or no text as it stands
-_TABLES = (".csv", ".tsv", ".json", ".xlsx", ".arrow", ".feather", ".orc", ".avro", ".sqlite", ".db", ".pdf", ".docx")
-_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".lz4")
-_TOKENS = (".bin", ".idx", ".ds", ".npy", ".npz", ".mds", ".pt")
-_INSTEAD = (
-    (_TABLES, "convert it to .jsonl or .parquet, of which each row is a document"),
-    (_ARCHIVES, "unpack it, or compress each file as .gz or .zst"),
-    (_TOKENS, "give token files to TokenData"),
-)
-_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "created")  # of fsspec
-
-
-@dataclass(frozen=True, order=True)
-class RemoteFile:
-    """A file behind a URL, known by its size and by its ETag, or the time of its last change."""
-
-    url: str
-    size: int
-    version: str
-
-    def __str__(self) -> str:
-        return self.url
-
-
+_OTHER_SUFFIXES = {  # of files that are no text, or not text as it stands
+    "convert it to .jsonl or .parquet, of which each row is a document": (
+        *(".csv", ".tsv", ".json", ".xlsx", ".arrow", ".feather", ".orc", ".avro", ".sqlite", ".pdf", ".docx"),
+    ),
+    "unpack it, or compress each file as .gz or .zst": (".zip", ".tar", ".tgz", ".7z", ".bz2", ".xz", ".lz4"),
+    "give token files to TokenData": (".bin", ".idx", ".ds", ".npy", ".npz", ".mds", ".pt"),
+}
 TextFile = Path | RemoteFile
 
 
@@ -79,7 +61,7 @@ def is_rows(path: TextFile) -> bool:
 def check_readers(paths: Sequence[TextFile]) -> None:
     """Refuse a file that is known to be no text, and one whose library is missing."""
     for path in paths:
-        for suffixes, remedy in _INSTEAD:
+        for remedy, suffixes in _OTHER_SUFFIXES.items():
             if (suffix := _suffix(path)) in suffixes:
                 raise UsageError(f"files: {path} is no text by its ending {suffix}; {remedy}")
     needing = next((path for path in paths if _suffix(path) == ".parquet" or _compression(path) == ".zst"), None)
@@ -93,49 +75,31 @@ def expand(patterns: list[str]) -> list[TextFile]:
     Raises:
         UsageError: a pattern matches nothing, or a file that was named itself is empty.
     """
-    found, remote = set[Path](), set[RemoteFile]()
+    found = set[TextFile]()
     for pattern in patterns:
-        if "://" in pattern:
-            remote |= _remote_files(pattern)
-            continue
         path = Path(pattern).expanduser()
         try:
-            files = {p.resolve() for p in _matches(path) if p.is_file() and p.stat().st_size}
+            files = set(_remote(pattern) if "://" in pattern else _local(path))
         except OSError as error:
             why = f"{error.filename or path} cannot be read ({error.strerror or error})"
             raise UsageError(f"files={pattern!r}: {why}; leave it out or change rights") from error
         if not files:
-            raise _nothing_matches(pattern, path.is_dir())
+            kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if path.is_dir() else ""
+            raise UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
         found |= files
-    return [*sorted(found), *sorted(remote)]
+    paths = sorted(file for file in found if isinstance(file, Path))
+    return [*paths, *sorted((file for file in found if isinstance(file, RemoteFile)), key=str)]
 
 
-def _nothing_matches(pattern: str, is_folder: bool) -> UsageError:
-    kinds = f" ending in {' '.join(TEXT_SUFFIXES)}" if is_folder else ""
-    return UsageError(f"files: {pattern!r} matches no file with text in it{kinds}; check the path")
+def _local(path: Path) -> Iterator[TextFile]:
+    return (file.resolve() for file in _matches(path) if file.is_file() and file.stat().st_size)
 
 
-def _remote_files(url: str) -> set[RemoteFile]:
-    """The files of one URL, which may be a file, a folder or a glob."""
-    try:
-        fs, path = fsspec.url_to_fs(url)
-        is_folder = not fsspec.core.has_magic(path) and fs.isdir(path)
-        found = fs.glob(path, detail=True) if not is_folder else fs.find(path, detail=True)
-    except Exception as error:  # each library has its own
-        raise UsageError(f"files={url!r}: cannot be read ({_reason(error)}); check the URL and the rights") from error
-    files = {
-        RemoteFile(fs.unstrip_protocol(name), info["size"], str(next((info[k] for k in _VERSIONS if info.get(k)), "")))
-        for name, info in found.items()
-        if info["type"] == "file" and info["size"]
-    }
-    files = {file for file in files if not is_folder or _suffix(file) in TEXT_SUFFIXES}
-    if not files:
-        raise _nothing_matches(url, is_folder)
-    return files
+def _remote(url: str) -> Iterator[TextFile]:
+    def texts(files: list[RemoteFile]) -> list[RemoteFile]:
+        return [file for file in files if _suffix(file) in TEXT_SUFFIXES]
 
-
-def _reason(error: BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split())
+    return (file for file in find_remote(url, BlockCache(Path(), 0), texts) if file.size)  # read once, so not cached
 
 
 def _matches(path: Path) -> Iterator[Path]:
@@ -174,63 +138,68 @@ class Span:
 
 
 class _Bytes(io.RawIOBase):
-    """Bytes `start` to `stop` - 1 of an open file, in which what a bucket's library raises is an OSError."""
+    """Bytes `start` to `stop` - 1 of a file."""
 
-    def __init__(self, file: BinaryIO, start: int, stop: int) -> None:
-        self._file, self._left = file, stop - start
-        file.seek(start)
+    def __init__(self, path: TextFile, start: int = 0, stop: int = sys.maxsize) -> None:
+        self._path, self._at, self._stop = path, start, min(stop, _size(path))
+        self._local = path.open("rb", buffering=0) if isinstance(path, Path) else None
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._stop)[whence]
+        return self._at
+
     def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._file.read(min(len(buffer), self._left))
-        except Exception as error:
-            raise error if isinstance(error, OSError) else OSError(_reason(error)) from error
+        count = max(min(len(buffer), self._stop - self._at), 0)
+        if self._local is not None:
+            self._local.seek(self._at)
+            data = self._local.read(count)
+        else:
+            data = cast(RemoteFile, self._path).head(self._at, count)
         buffer[: len(data)] = data
-        self._left -= len(data)
+        self._at += len(data)
         return len(data)
 
-
-def _open(path: TextFile) -> BinaryIO:
-    if isinstance(path, Path):
-        return path.open("rb")
-    try:
-        return cast(BinaryIO, fsspec.open(path.url, "rb").open())
-    except Exception as error:
-        raise error if isinstance(error, OSError) else OSError(_reason(error)) from error
+    def close(self) -> None:
+        if self._local is not None:
+            self._local.close()
+        super().close()
 
 
-def _line_start(file: BinaryIO, offset: int, size: int) -> int:
+def _open(path: TextFile, start: int = 0, stop: int = sys.maxsize) -> BinaryIO:
+    return io.BufferedReader(_Bytes(path, start, stop), 1 << 16 if isinstance(path, Path) else 8 << 20)
+
+
+def _line_start(path: TextFile, offset: int) -> int:
     """Where the first line begins at `offset` or later."""
-    if offset == 0 or offset >= size:
-        return min(offset, size)
-    file.seek(offset - 1)
-    file.readline()
-    return file.tell()
+    if offset == 0 or offset >= _size(path):
+        return offset
+    with _open(path, offset - 1) as file:
+        return offset - 1 + len(file.readline())
 
 
-def _decompressed(file: BinaryIO, span: Span) -> BinaryIO:
+def _open_plain(span: Span) -> BinaryIO:
+    """The bytes of a span's lines, decompressed."""
     if (kind := _compression(span.path)) == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+        return cast(BinaryIO, gzip.GzipFile(fileobj=_open(span.path)))
     if kind == ".zst":
         import pyarrow  # unlike the package zstandard, it says where a file is cut short
 
-        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")))
-    start, stop = (_line_start(file, offset, _size(span.path)) for offset in (span.start, span.stop))
-    return cast(BinaryIO, io.BufferedReader(_Bytes(file, start, stop), 1 << 16))
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(_open(span.path), "zstd")))
+    return _open(span.path, _line_start(span.path, span.start), _line_start(span.path, span.stop))
 
 
 def _lines(span: Span, limit: int = -1) -> Iterator[str]:
     """The lines of a text file, compressed or not; with `limit`, in parts of at most so many characters."""
     path, encoding = span.path, "utf-8" if span.start else "utf-8-sig"  # a byte order mark is no text
     try:
-        with (
-            _open(path) as raw,
-            _decompressed(raw, span) as plain,
-            io.TextIOWrapper(plain, encoding, newline="") as file,  # which keeps the line ends
-        ):
+        # newline="" keeps the line ends
+        with _open_plain(span) as plain, io.TextIOWrapper(plain, encoding, newline="") as file:
             while line := file.readline(limit):
                 if "\0" in line:
                     raise UsageError(f"files: {path} is no UTF-8 text (it has zero bytes); convert it or leave it out")

@@ -264,24 +264,13 @@ class TokenizedCorpus:
 
         processes = min(len(numbers), available_cores()) if sys.platform == "linux" else 1
         sizes = [n_bytes for n_bytes, _ in self.corpus.parts] or [self.corpus.n_bytes or 0]
-        with _Progress(doing, self.corpus.description, [sizes[number] for number in numbers]) as progress:
-            if processes <= 1:
-                for number in numbers:
-                    work(number, available_cores(), progress.bar.update)
-                    progress.part(sizes[number])
-                return
-            context = multiprocessing.get_context("fork")  # the copies have all that was read so far
-            with ProcessPoolExecutor(processes, context, _start_worker, (work,)) as pool:
-                futures = {pool.submit(_work, number): number for number in numbers}
-                try:
-                    for future in as_completed(futures):
-                        progress.bar.update(future.result())
-                        progress.part(sizes[futures[future]])
-                except BrokenProcessPool as error:
-                    why = "a process that encodes was killed, perhaps as memory ran out"
-                    raise UsageError(f"prepare: {why}; start again, and what is finished is kept") from error
-                finally:
-                    pool.shutdown(cancel_futures=True)
+        total, done = sum(sizes[number] for number in numbers), 0
+        with _progress(doing, self.corpus.description, total or None) as bar:
+            finished = _in_processes(processes, work, numbers, bar) if processes > 1 else _here(work, numbers, bar)
+            for number in finished:
+                done += sizes[number]
+                if done:  # bytes of files, in which there are other columns, or which are compressed
+                    bar.total = round(bar.n / done * total)
 
     def _join(self, folder: Path) -> None:
         """Link the shards of all parts into `folder`, numbered through, and write the record of them."""
@@ -342,14 +331,39 @@ def _link(path: Path, new: Path) -> None:
         shutil.copyfile(path, new)
 
 
-# -- a process that encodes: a copy of the one that prepares, which ends with it
+# -- work on parts: a function of a part's number, the threads to use, and what to call with the bytes that are done
 
-_part_of_worker: Callable[[int, int, Callable[[int], object]], None]
+Work = Callable[[int, int, Callable[[int], object]], None]
 
 
-def _start_worker(part: Callable[[int, int, Callable[[int], object]], None]) -> None:
-    global _part_of_worker
-    _part_of_worker = part
+def _here(work: Work, numbers: list[int], bar: "tqdm[Any]") -> Iterator[int]:
+    """Do the work in this process; yield each number when its part is done."""
+    for number in numbers:
+        work(number, available_cores(), bar.update)
+        yield number
+
+
+def _in_processes(processes: int, work: Work, numbers: list[int], bar: "tqdm[Any]") -> Iterator[int]:
+    """The same in copies of this process, which have all that it has read so far, and end with it."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start_worker, (work,)) as pool:
+        futures = {pool.submit(_work, number): number for number in numbers}
+        try:
+            for future in as_completed(futures):
+                bar.update(future.result())
+                yield futures[future]
+        except BrokenProcessPool as error:
+            why = "a process that encodes was killed, perhaps as memory ran out"
+            raise UsageError(f"prepare: {why}; start again, and what is finished is kept") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_work_of_copies: Work
+
+
+def _start_worker(work: Work) -> None:
+    global _work_of_copies
+    _work_of_copies = work
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # not what the run does at a signal
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
@@ -364,55 +378,29 @@ def _end_with_parent() -> None:
 
 
 def _work(number: int) -> int:
-    """Do one part; its bytes of text."""
+    """Do a part, and count its bytes."""
     sizes = list[int]()
-    _part_of_worker(number, 1, sizes.append)
+    _work_of_copies(number, 1, sizes.append)
     return sum(sizes)
 
 
 # -- progress
 
 
-class _Lines:
-    """A file for tqdm whose writes become lines."""
+class _Lines(tqdm):  # type: ignore[type-arg]
+    """A bar as lines, for logs."""
 
-    def write(self, text: str) -> None:
-        if line := text.strip("\r\n "):
-            say(line, file=sys.stderr)
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if msg is None:  # else it is to be wiped out
+            say(str(self), file=sys.stderr)
 
 
-class _Progress:
-    """A bar of bytes of text; where there is no terminal, a line at the start and one each minute.
-
-    Args:
-        doing: the first word.
-        what: the text.
-        sizes: bytes of the files of each part, of which those of the text are not known before: rows have other
-            columns, and files are compressed. The ratio in what is done tells the total.
-    """
-
-    def __init__(self, doing: str, what: str, sizes: Sequence[int]) -> None:
-        self._of_files, self._done = sum(sizes), 0
-        options: dict[str, Any] = {}
-        if not sys.stderr.isatty():
-            say(f"{doing} {what}", file=sys.stderr)
-            seconds = {"delay": _LINE_SECONDS, "mininterval": _LINE_SECONDS, "maxinterval": float("inf")}
-            form = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left"
-            options = {"file": _Lines(), "miniters": 1, "bar_format": form, **seconds}
-        total = self._of_files or None
-        self.bar = tqdm(desc=doing, total=total, unit="B", unit_scale=True, leave=False, **options)
-
-    def part(self, n_bytes: int) -> None:
-        """A part is done whose files have so many bytes."""
-        self._done += n_bytes
-        if self._done:
-            self.bar.total = round(self.bar.n / self._done * self._of_files)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
+def _progress(doing: str, what: str, total: int | None) -> "tqdm[Any]":
+    """A bar of bytes of text; where there is no terminal, a line at the start, and one each minute."""
+    options: dict[str, Any] = {"desc": doing, "total": total, "unit": "B", "unit_scale": True, "leave": False}
+    if sys.stderr.isatty():
+        return tqdm(**options)
+    say(f"{doing} {what}", file=sys.stderr)
+    form = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left"
+    seconds = {"delay": _LINE_SECONDS, "mininterval": _LINE_SECONDS, "maxinterval": float("inf")}
+    return _Lines(**options, **seconds, miniters=1, bar_format=form)
