@@ -99,7 +99,10 @@ def test_each_command_sees_the_sizes_of_the_data(tmp_path, monkeypatch, capsys):
 
     recipe = ["--config", "recipe.yaml"]
     assert sizes(load_recipe(*recipe)[0].config) == (300, 24)
-    assert sizes(load_recipe(*recipe, "--data.seq_len", "32", "--model.decoder.vocab_size", "512")[0].config) == (512, 32)
+    assert sizes(load_recipe(*recipe, "--data.seq_len", "32", "--model.decoder.vocab_size", "512")[0].config) == (
+        512,
+        32,
+    )
     assert sizes(load_recipe(*recipe, "--model.decoder", "GPT2")[0].config) == (300, 24)
     assert "embedding 9,600" in command("plan", *recipe)
     command("schedule", *recipe)
@@ -111,7 +114,9 @@ def test_each_command_sees_the_sizes_of_the_data(tmp_path, monkeypatch, capsys):
     assert config["model"]["init_args"]["decoder"]["init_args"]["vocab_size"] is None
     command("fit", "--config", "runs/test/version_0/config.yaml", "--trainer.max_steps", "3", "--ckpt_path", str(saved))
     command("validate", *recipe, "--ckpt_path", str(saved))
-    assert command("generate", "--ckpt_path", str(saved), "--prompt", "text", "--max_new_tokens", "5").startswith("text")
+    assert command("generate", "--ckpt_path", str(saved), "--prompt", "text", "--max_new_tokens", "5").startswith(
+        "text"
+    )
     command("export", "--ckpt_path", str(saved), "--output", "exported")
     exported = yaml.safe_load(Path("exported/config.json").read_text())
     assert (exported["vocab_size"], exported["max_position_embeddings"]) == (300, 24)
