@@ -28,6 +28,11 @@ def whole_of(module: nn.Module) -> nn.Module:
     return whole
 
 
+def names_of_others(module: nn.Module) -> set[str]:
+    """The names of the weights and buffers that other pipeline stages have; none without stages."""
+    return set(map(clean_name, whole_of(module).state_dict())) - set(map(clean_name, module.state_dict()))
+
+
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `module` by each of their plain names; tied ones have several."""
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}

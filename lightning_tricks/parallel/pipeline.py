@@ -149,10 +149,15 @@ def cut(
         layers_per_stage: see `layers_of_stages`.
 
     Raises:
-        UsageError: fewer blocks than stages; a part with parameters that the plan does not name; a name of the plan
-            that the model does not have.
+        UsageError: no blocks, or fewer than stages; a part with parameters that the plan does not name; a name of the
+            plan that the model does not have.
     """
     plan, blocks, modules = model.pipeline_plan(), repeated_blocks(model), dict(model.named_modules())
+    if not blocks:
+        raise UsageError(
+            f"mesh.pipeline: {type(model).__name__} has no two layers alike for stages to share out: add layers, or "
+            "leave mesh.pipeline at 1"
+        )
     for name, place in plan.items():
         if name not in modules or place not in ("first", "last"):
             raise UsageError(f"mesh.pipeline: pipeline_plan() says {place!r} of '{name}': give parts, first or last")

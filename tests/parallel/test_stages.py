@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from torch import nn
 
 from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama
@@ -121,13 +122,16 @@ def test_a_copy_on_meta_has_names_ties_and_marks():
     assert all(tensor.is_meta for tensor in copy_on_meta(normed).parameters())
 
 
-def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **options):
-    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=pipeline), **options)
-    module._trainer = SimpleNamespace(datamodule=datamodule, state=SimpleNamespace(fn=fn))
-    strategy._lightning_module = module
-    if plugin is not None:
-        strategy.precision_plugin = plugin
-    return strategy
+def check(module, datamodule=None, stage="fit", plugin=None, pipeline=2, accelerator=None, **options):
+    """As the command line does before it starts processes."""
+    trainer = SimpleNamespace(
+        num_nodes=1,
+        num_devices=pipeline,
+        lightning_module=module,
+        precision_plugin=plugin,
+        accelerator=accelerator or CPUAccelerator(),
+    )
+    FSDP2Strategy(mesh=ParallelDims(pipeline=pipeline), **options).check_run(trainer, datamodule, stage)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **op
             {"datamodule": SimpleNamespace(micro_batch_size=6)},
             "data.micro_batch_size=6 is no multiple of pipeline_micr",
         ),
-        ({"fn": "predict"}, "stages give a loss, and no logits"),
+        ({"stage": "predict"}, "stages give a loss, and no logits"),
         ({"pipeline": 4, "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: 1F1B on 4 pipeline ranks does not"),
         ({"pipeline_schedule": "DualPipeV", "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: DualPipeV on 2"),
         (
@@ -150,25 +154,30 @@ def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **op
         ),
         ({"pipeline": 8, "pipeline_micro_batches": 8}, "mesh.pipeline: 8 stages for 6 layers"),
         ({"layers_per_stage": [4, 4]}, "layers_per_stage=[4, 4]: give 2 numbers"),
+        ({"layers_per_stage": [6, 0]}, "layers_per_stage=[6, 0]: give a list of whole numbers of at least 1, one a st"),
+        ({"layers_per_stage": 3}, "layers_per_stage=3: give a list of whole numbers"),
+        ({"layers_per_stage": "33"}, "layers_per_stage='33': give a list of whole numbers"),
+        ({"pipeline_micro_batches": None}, "pipeline_micro_batches=None: give a whole number of at least 1"),
+        ({"pipeline_micro_batches": 2.5}, "pipeline_micro_batches=2.5: give a whole number of at least 1"),
     ],
 )
-def test_what_stages_cannot_have_is_refused_before_any_process_waits(options, line):
-    strategy = strategy_of(LanguageModel(CONFIG), **options)
+def test_what_stages_cannot_have_is_refused_before_any_process_is_started(options, line):
     with pytest.raises(UsageError) as refused:
-        strategy._check_module(strategy.mesh.of_world(strategy.mesh.pipeline))
+        check(LanguageModel(CONFIG), **options)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there(monkeypatch):
-    dims = ParallelDims(pipeline=2).of_world(2)
+def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there():
     module = LanguageModel(CONFIG, compile_blocks="auto")
-    strategy = strategy_of(module, pipeline_schedule="ZBVZeroBubble")
-    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cpu"))
-    strategy._check_module(dims)
-    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cuda"))
+    check(module, pipeline_schedule="ZBVZeroBubble")
     with pytest.raises(UsageError, match="compile_blocks: ZBVZeroBubble splits"):
-        strategy._check_module(dims)
+        check(module, pipeline_schedule="ZBVZeroBubble", accelerator=CUDAAccelerator())
+
+
+def test_one_layer_is_refused_as_such():
+    with pytest.raises(UsageError, match=r"mesh\.pipeline: Decoder has no two layers alike"):
+        check(LanguageModel(Llama(**{**SIZES, "n_layers": 1})))
 
 
 def test_what_passes_count_is_set_aside_and_attributes_of_other_modules_are_let_alone():
@@ -188,10 +197,9 @@ def test_what_passes_count_is_set_aside_and_attributes_of_other_modules_are_let_
 def test_a_loss_scale_is_refused_and_bf16_is_not():
     from lightning.pytorch.plugins import MixedPrecision
 
-    dims = ParallelDims(pipeline=2).of_world(2)
-    scaled = strategy_of(LanguageModel(CONFIG), plugin=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(UsageError, match=r"trainer\.precision=16-mixed: its loss scaling"):
-        scaled._check_module(dims)
-    strategy_of(LanguageModel(CONFIG), plugin=BF16Mixed())._check_module(dims)
+        check(LanguageModel(CONFIG), plugin=scaled)
+    check(LanguageModel(CONFIG), plugin=BF16Mixed())
     with pytest.raises(UsageError, match=r"pipeline_micro_batches=0: give a whole number of at least 1"):
         FSDP2Strategy(pipeline_micro_batches=0)
