@@ -140,5 +140,5 @@ def drawn(acts: Sequence[Sequence[Act]], columns: int) -> str:
             row[act.begin : act.end] = mark * (act.end - act.begin)
         lines.append(f"rank {rank}".ljust(label) + "".join(row[::units]))
     if units > 1:
-        lines.append(f"a column stands for {units} units of time, of which a forward pass takes one")
+        lines.append(f"a column stands for {units} units of time; a forward pass takes one")
     return "\n".join(lines)

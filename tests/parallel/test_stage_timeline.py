@@ -57,7 +57,7 @@ def test_the_picture():
     halves = [
         "rank 0 0.b2bb",
         "rank 1 .b1bb.",
-        "a column stands for 2 units of time, of which a forward pass takes one",
+        "a column stands for 2 units of time; a forward pass takes one",
     ]
     assert drawn(timeline("1F1B", 2, 3), 13).splitlines() == halves
 
