@@ -11,7 +11,7 @@ from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llam
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.pipeline import copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
+from lightning_tricks.parallel.pipeline import Pipeline, copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
 
 SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
 CONFIG = Llama(**SIZES)
@@ -89,7 +89,8 @@ class Misnamed(Decoder):
     [
         ({"embed": "first", "norm": "last"}, "pipeline_plan() does not say which stage has 'head.weight'"),
         ({"embed": "first", "nrom": "last"}, "pipeline_plan() says 'last' of 'nrom'"),
-        ({"embed": "middle"}, "pipeline_plan() says 'middle' of 'embed'"),
+        ({"embed": "middle"}, "pipeline_plan() says 'middle' of 'embed': give modules, first or last"),
+        ({"embed": "first", "head.weight": "last"}, "pipeline_plan() says 'last' of 'head.weight': give modules"),
     ],
 )
 def test_a_plan_with_a_fault_is_refused(plan, line, monkeypatch):
@@ -97,6 +98,33 @@ def test_a_plan_with_a_fault_is_refused(plan, line, monkeypatch):
     with pytest.raises(UsageError) as refused:
         cut(Misnamed(CONFIG), 0, 2, "1F1B")
     assert line in str(refused.value)
+
+
+class WithMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def pipeline_plan(self):
+        return {}
+
+    def stage(self, x, blocks, *, last, **inputs):
+        return x
+
+    def forward(self, x, mask=None, *, causal=True, **more):
+        return x
+
+
+def test_a_call_is_divided_by_its_names_and_refuses_tensors_without_the_rows():
+    group = SimpleNamespace(size=lambda: 2)
+    pipeline = Pipeline(cut(WithMore(), 0, 2, "1F1B"), group, "1F1B", 2, None, torch.device("cpu"))
+    x, labels = torch.ones(4, 2), torch.ones(4)
+    assert pipeline._inputs((x,), {"causal": False, "labels": labels}) == {"x": x, "causal": False, "labels": labels}
+    for other in (torch.ones(2, 2), torch.tensor(1.0)):
+        with pytest.raises(UsageError, match=r"mesh\.pipeline: 'mask' of shape \(.*\) has not the 4 rows"):
+            pipeline(x, other)
+    with pytest.raises(UsageError, match="a batch of 3 rows is no multiple"):
+        pipeline(x[:3])
 
 
 def test_a_model_without_the_methods_or_with_weights_beside_is_refused():
