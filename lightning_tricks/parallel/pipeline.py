@@ -388,7 +388,7 @@ class Pipeline:
 
     def _joined(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the last stage's losses, on every rank."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)  # whatever the default is on this rank
         if losses:
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
         dist.broadcast(total, group=self.group, group_src=self._rank_of[self.count - 1])

@@ -1,5 +1,6 @@
 """Cutting a model into pipeline stages: all layers once, the slowest stage fast, and each refusal in one line."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llam
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks.parallel.parallelize import find_blocks
 from lightning_tricks.parallel.pipeline import Pipeline, copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
 
 SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
@@ -125,6 +127,24 @@ def test_a_call_is_divided_by_its_names_and_refuses_tensors_without_the_rows():
             pipeline(x, other)
     with pytest.raises(UsageError, match="a batch of 3 rows is no multiple"):
         pipeline(x[:3])
+
+
+def test_the_loss_is_sent_in_fp32_whatever_the_default_type_is(monkeypatch):
+    group, sent = SimpleNamespace(size=lambda: 2), []
+    pipeline = Pipeline(cut(WithMore(), 0, 2, "1F1B"), group, "1F1B", 2, None, torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, **_: sent.append(tensor.dtype))
+    monkeypatch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.bfloat16))  # as under bf16-true
+    for losses in ([], [torch.ones((), dtype=torch.bfloat16)]):
+        pipeline._joined(losses)
+    assert sent == [torch.float32, torch.float32]
+
+
+def test_blocks_are_matched_in_the_whole_model():
+    model = nn.ModuleDict({"decoder": Decoder(CONFIG)})
+    FSDP2Strategy().cut_stages(model, ParallelDims(pipeline=2).of_world(2), 1)
+    assert list(find_blocks(model, [r"decoder\.blocks\.[05]"])) == ["decoder.blocks.5"]
+    with pytest.raises(UsageError, match="matches no submodule"):
+        find_blocks(model, [r"decoder\.blocks\.6"])
 
 
 def test_a_model_without_the_methods_or_with_weights_beside_is_refused():
