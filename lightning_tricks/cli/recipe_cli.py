@@ -378,8 +378,12 @@ def _more_recipe(option: str, file: str | None) -> Recipe | None:
 def main(args: list[str]) -> None:
     """Run a command on a recipe, of which `args` are the words; its process group ends with it."""
     sys.argv[1:] = args  # with which other ranks are started
-    for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
-        warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
+    for noise in (
+        ".*isinstance.treespec, LeafSpec.*",
+        "Precision .* is not supported by the model summary",
+        r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view",  # with tensor ranks
+    ):
+        warnings.filterwarnings("ignore", message=noise)  # nothing that a user could mend
     given, change = list(args), None
     if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from lightning_tricks._core.errors import UsageError, check_choice
+from lightning_tricks._core.errors import UsageError, check_choice, check_count
 
 __all__ = ["GPT2", "DecoderConfig", "Llama"]
 
@@ -104,10 +104,8 @@ class DecoderConfig(abc.ABC):
             vars(self)[name] = self.published[name]
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"):
             value = getattr(self, name)
-            if value is None and name in ("n_kv_heads", "d_ff"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name}={value}: give a whole number of at least 1")
+            if value is not None or name not in ("n_kv_heads", "d_ff"):
+                check_count(name, value)
         for name in ("norm_eps", "rope_theta", "init_std"):
             value = getattr(self, name)
             if not (0 < value < math.inf):
@@ -212,13 +210,12 @@ class Llama(DecoderConfig):
                 if value := getattr(self, name):
                     raise UsageError(f"{name}={value} without experts: set n_experts, or leave it out")
             return
-        per_group = self.n_experts // max(self.router_groups, 1)
         for name, least, most in (
             ("n_experts", 2, 65536),
+            ("router_groups", 1, self.n_experts),
             ("experts_per_token", 1, self.n_experts),
             ("n_shared_experts", 0, 65536),
             ("dense_layers", 0, self.n_layers - 1),
-            ("router_groups", 1, self.n_experts),
             ("groups_per_token", 1, self.router_groups),
         ):
             value = getattr(self, name)
@@ -226,13 +223,15 @@ class Llama(DecoderConfig):
                 raise UsageError(f"{name}={value}: give a whole number from {least} to {most}")
         for name in ("balance_rate", "sequence_balance_weight", "router_z_weight", "router_scale"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf or (name == "router_scale" and value == 0):
+            is_number = isinstance(value, int | float)
+            if not is_number or not 0 <= value < math.inf or (name == "router_scale" and value == 0):
                 raise UsageError(f"{name}={value}: give a {'positive number' if value == 0 else 'number from 0 on'}")
         if self.activation != "swiglu":
             raise UsageError(f"n_experts={self.n_experts}: experts are gated: set activation to swiglu")
         for name, width in (("d_model", self.d_model), ("d_expert", self.expert_width)):
-            if width % 8 or width < 8:
+            if not isinstance(width, int) or width % 8 or width < 8:
                 raise UsageError(f"{name}={width}: products of experts need a multiple of 8, 16 bytes in bf16")
+        per_group = self.n_experts // self.router_groups
         if self.router_groups > 1 and (per_group < 2 or self.n_experts % self.router_groups):
             raise UsageError(
                 f"router_groups={self.router_groups} does not divide n_experts={self.n_experts} into equal groups of "

@@ -271,6 +271,10 @@ def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_tha
     (sent,) = [one for one in one.whole.traffic if one.axis == "pipeline"]
     assert sent.per_token == 2 * 32 * 4, "a hidden state and its gradient, in fp32"
     assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
+    mixture = dataclasses.replace(TINY, n_layers=8, n_experts=4, d_expert=16, dense_layers=2)  # none on the first rank
+    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=4, expert=2), pipeline_micro_batches=8)
+    shared = planned(mixture, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=8, gpu="h100")
+    assert {each.axis for each in shared.whole.traffic if each.bytes(1)} == {"shard", "pipeline", "expert"}
     strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=8)
     sharded = planned(TINY, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100").whole
     (gathered,) = [each.gathered for each in sharded.traffic if each.axis == "shard"]

@@ -134,6 +134,7 @@ class Checked:
             strategy=SimpleNamespace() if isinstance(setup.strategy, str) else setup.strategy,
             precision_plugin=setup.plugin,
             accelerator=accelerator,
+            lightning_module=self.module,
             num_nodes=setup.nodes,
             num_devices=setup.devices,
             world_size=setup.world,
@@ -265,8 +266,8 @@ def layout(checked: Checked) -> str | Note:
         partial(setup.build, blocks), dims, setup.parallel_options(), step, cut=setup.strategy.cut_stages
     )
     ranks = ", ".join(str(view.rank) for view in views)
-    sent = f"ranks {ranks} send the same {len(views[0].collectives)} collectives" if step else f"ranks {ranks} divide"
-    return f"{dims} of {setup.world:,} devices: {sent}{f' in {blocks} blocks' if blocks else ' it alike'}"
+    sent = f"send the same {len(views[0].collectives)} collectives" if step else "divide it alike"
+    return f"{dims} of {setup.world:,} devices: ranks {ranks} {sent}{f' in {blocks} blocks' if blocks else ''}"
 
 
 def _step_of_stages(setup: RunSetup, cut: Cut, module: nn.Module) -> Tensor:

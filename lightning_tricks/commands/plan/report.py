@@ -109,12 +109,13 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
     for one in plan.whole.traffic:
         where = "between hosts" if plan.links.is_on_network(setup.dims, one.axis) else "in a host"
         link = f"{where}, {plan.links.speed(setup.dims, one.axis):g} GB/s"
+        name = "expert shards" if one.axis == "rest" else one.axis
         if not one.bytes(1):
-            yield _row(one.axis, f"{one.ranks} ranks, {link}: not counted")
+            yield _row(name, f"{one.ranks} ranks, {link}: not counted")
             continue
         size = one.bytes(setup.tokens) * setup.micro_batches
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
-        yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
+        yield _row(name, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:
         if plan.whole.waits:
             yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")
