@@ -64,11 +64,16 @@ def lines_of_rows(data: Any, samples: range) -> Iterator[str]:
 
 
 def _places(data: Any, rows: TrainBatches, samples: Iterable[int]) -> list[str]:
-    """The text file behind each row's first token, where it is known, and the shard."""
-    offsets = [int(rows.starts(sample)[0]) for sample in samples]
-    shards = [rows.stream.describe(offset) for offset in offsets]
-    files = data.source_files(offsets)
-    return [shard if file is None else f"{file}, {shard}" for file, shard in zip(files, shards, strict=True)]
+    """The text file behind each row's first label, where it is known, and the shard."""
+    found = {}
+    for source in range(len(data.sources)):
+        places = [(sample, rows.offset(sample, 0, 0)) for sample in samples]
+        offsets = {sample: offset for sample, (number, offset) in places if number == source}
+        files = data.source_files([*offsets.values()], source)
+        for sample, file in zip(offsets, files, strict=True):
+            shard = rows.describe(sample, 0, 0)
+            found[sample] = shard if file is None else f"{file}, {shard}"
+    return [found[sample] for sample in samples]
 
 
 def _spans(batch: Batch) -> list[tuple[int, int]]:

@@ -235,6 +235,10 @@ class TokenDataModule(pl.LightningDataModule):
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
 
+    def is_prepared(self) -> bool:
+        """Whether `prepare_data` has nothing to do."""
+        return True
+
     def open_source(self) -> Source:
         """Open the tokens, which `prepare_data` has made; for a mixture and for `setup`."""
         raise NotImplementedError

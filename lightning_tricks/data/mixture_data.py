@@ -188,6 +188,15 @@ class MixtureData(TokenDataModule):
             return f"fit learns a tokenizer of {self._vocab_size_to_learn:,} tokens first, or prepare, from {texts}"
         return "; ".join(f"{name}: {part.check_sample(vocab_size)}" for name, part in self._parts.items())
 
+    def is_prepared(self) -> bool:
+        """Whether all texts are tokenized."""
+        return self._share_tokenizer(learn=False) and all(part.is_prepared() for part in self._parts.values())
+
+    def prepare_share(self, rank: int, world: int) -> int:
+        """See `TextData.prepare_share`, for all sources of text."""
+        self._share_tokenizer()
+        return sum(part.prepare_share(rank, world) for part in self._parts.values() if isinstance(part, TextData))
+
     def prepare_data(self) -> None:
         """Tokenize sources of text into the cache, unless that has been done."""
         self._share_tokenizer()

@@ -232,6 +232,10 @@ class TextData(TokenDataModule):
         key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction, *options))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
+    def is_prepared(self) -> bool:
+        """Whether the text is tokenized."""
+        return self.folder.exists()
+
     def prepare_shards(self) -> None:
         """Tokenize into the cache, unless that has been done."""
         self.prepare_share(0, 1)

@@ -1,4 +1,4 @@
-"""vocab_size and seq_len are written once, with the data: a decoder follows them in each command, unless it is given."""
+"""vocab_size and seq_len are written once, with the data: a decoder follows them, unless it is given its own."""
 
 import copy
 import dataclasses

@@ -42,21 +42,24 @@ def test_planted_documents_are_counted_and_a_short_quotation_is_not(tmp_path):
     copies = [train[7], train[291], np.concatenate((val[0][:30], train[5]))]  # the last: 93 % of it
     quoting = [np.concatenate((train[9][:100], document)) for document in val[1:3]]  # 22 % of their windows
     short = [np.array([5, 6, 7, EOT])]
-    found = find_overlap(
-        stream(tmp_path, "train", train), stream(tmp_path, "val", [*val[3:], *copies, *quoting, *short]), EOT
-    )
+    all_val = stream(tmp_path, "val", [*val[3:], *copies, *quoting, *short])
+    found = find_overlap([stream(tmp_path, "train", train)], [all_val], EOT)
     assert (found.documents, found.found) == (47 + 3 + 2, 3)
     windows = sum(len(one) - 12 for one in (*val[3:], *copies, *quoting))
     known = 2 * (401 - 12) + (401 - 12) + 2 * (100 - 12)
     assert found.windows == pytest.approx(known / windows, abs=1e-9)
-    assert find_overlap(stream(tmp_path, "train", train), stream(tmp_path, "other", val), EOT) == Overlap(50, 0, 0.0)
+    assert find_overlap([stream(tmp_path, "train", train)], [stream(tmp_path, "other", val)], EOT) == Overlap(
+        50, 0, 0.0
+    )
 
 
 def test_without_an_end_token_windows_are_counted_alone(tmp_path):
     train = documents(40, 100, 1)
-    found = find_overlap(stream(tmp_path, "train", train), stream(tmp_path, "val", train[3:8]), None)
+    found = find_overlap([stream(tmp_path, "train", train)], [stream(tmp_path, "val", train[3:8])], None)
     assert (found.documents, found.windows, found.share) == (0, 1.0, 1.0)
-    assert find_overlap(stream(tmp_path, "train", train), stream(tmp_path, "short", [train[0][:5]]), None).windows == 0
+    assert (
+        find_overlap([stream(tmp_path, "train", train)], [stream(tmp_path, "short", [train[0][:5]])], None).windows == 0
+    )
 
 
 def test_of_long_streams_blocks_over_the_whole_are_read(tmp_path, monkeypatch):
@@ -65,7 +68,7 @@ def test_of_long_streams_blocks_over_the_whole_are_read(tmp_path, monkeypatch):
     train = documents(100, 199, 1)  # 20,000 tokens, of which blocks are read from 0, 6,333, 12,666 and 18,999 on
     whole = stream(tmp_path, "train", train)
     for name, first, last, share in (("a", 0, 5, 1.0), ("b", 40, 45, 0.0), ("c", 64, 67, 1.0), ("d", 96, 99, 1.0)):
-        assert find_overlap(whole, stream(tmp_path, name, train[first:last]), None).windows == share
+        assert find_overlap([whole], [stream(tmp_path, name, train[first:last])], None).windows == share
 
 
 def line_of(data):

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from cli.parsers import one_parser  # noqa: F401, a fixture
 
-from lightning_tricks import TextData, TokenData
+from lightning_tricks import MixtureData, MixtureSource, TextData, TokenData
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.show_data import lines_of_rows, run
+from lightning_tricks.commands.show_data import run
 from lightning_tricks.data import ShardWriter
 
 WORDS = [f"word{number} and more of it" for number in range(9)]
@@ -41,7 +40,7 @@ def test_rows_are_decoded_with_file_shard_and_the_ends_of_documents(text_data, c
     headings = [line for line in printed if line.startswith("sample")]
     assert [line.split(",")[0] for line in headings] == ["sample 2", "sample 3", "sample 4"]
     for sample, heading in zip((2, 3, 4), headings, strict=True):
-        ids, start = rows[sample]["input_ids"][0], int(rows.starts(sample)[0])
+        ids, (_, start) = rows[sample]["input_ids"][0], rows.offset(sample, 0, 0)
         below = printed[printed.index(heading) + 1 :]
         documents = below[: below.index("")]
         ends = int((ids[:-1] == text_data.eot_id).sum())
@@ -79,30 +78,19 @@ def test_without_a_tokenizer_ids_are_printed_and_a_row_is_one_document(tmp_path,
     assert printed[3] == "     8  token ids 0 1 2 3 4 5 6 7"
 
 
-def test_a_mixture_names_the_source_of_each_row_and_their_shares():
-    def row(source):
-        labels = torch.tensor([[1, 2, -100, -100]])
-        ids = torch.tensor([[5, 1, 2, 0]])
-        return {"input_ids": ids, "labels": labels, "document_ids": ids * 0, "source": torch.tensor([source])}
-
-    class Rows:
-        stream = SimpleNamespace(describe=lambda offset: f"token {offset}")
-
-        def __getitem__(self, sample):
-            return row(sample % 4 == 0)
-
-        def starts(self, sample):
-            return np.array([10 * sample])
-
-    data = SimpleNamespace(
-        training_rows=Rows, sources=[SimpleNamespace(name="web"), SimpleNamespace(name="code")], tokenizer=None,
-        source_files=lambda offsets: [None] * len(offsets),
-    )  # fmt: skip
-    printed = list(lines_of_rows(data, range(1, 5)))
-    assert [line for line in printed if line.startswith("sample")] == [
-        f"sample {n}, {'web' if n < 4 else 'code'}, 4 tokens of 1 document, token {10 * n}" for n in (1, 2, 3, 4)
-    ]
-    assert printed[-1] == "4 rows: 16 tokens of 4 documents, padding 50.0%; web 75.0%; code 25.0%"
+def test_a_mixture_names_the_source_of_each_row_and_their_shares(tmp_path, capsys):
+    for name, first in (("web", 0), ("code", 50)):
+        (tmp_path / name).mkdir()
+        with ShardWriter(tmp_path / name, "train", 100) as writer:
+            writer.append(np.arange(first, first + 40))
+    sources = [MixtureSource(str(tmp_path / name / "train_*.bin"), weight) for name, weight in (("web", 3), ("code", 1))]
+    printed = lines(capsys, MixtureData(sources, seq_len=4), rows=8, first=1)
+    assert printed[0].startswith("Mixture: web 75.00%")
+    headings = [(line.split(", ")[1], printed[n + 1]) for n, line in enumerate(printed) if line.startswith("sample")]
+    assert [name for name, _ in headings].count("web") == 6
+    assert all(f"{name}/train_000000.bin, token " in "".join(printed) for name in ("web", "code"))
+    assert all((int(ids.split()[3]) >= 50) == (name == "code") for name, ids in headings)
+    assert printed[-1] == "8 rows: 32 tokens of 8 documents, padding 0.0%; web 75.0%; code 25.0%"
 
 
 @pytest.mark.parametrize(

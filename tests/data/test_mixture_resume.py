@@ -73,9 +73,9 @@ def leg(rank: int, files: Path, folder: Path, ends_at: Any, split: tuple[int, in
             raise EndedError
 
     saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2)
-    options = {"devices": world, "strategy": "ddp"} if world > 1 else {}
-    trainer = trainer_with(saver, max_steps=STEPS, logger=False, limit_val_batches=0, accumulate_grad_batches=accumulate,
-                           **options)  # fmt: skip
+    options: dict[str, Any] = {"devices": world, "strategy": "ddp"} if world > 1 else {}
+    options |= {"logger": False, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+    trainer = trainer_with(saver, max_steps=STEPS, **options)
     net = torch.nn.Embedding.from_pretrained(torch.linspace(-1, 1, 64).unsqueeze(1), freeze=False)
     module = Small(net=net, loss=lambda module, batch: module(batch["input_ids"]).square().mean(), act=see)
     data = mixture(files, changed, micro_batch_size=size, num_workers=num_workers)

@@ -39,7 +39,6 @@ from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, rea
 from lightning_tricks.commands.plan.stages import loss_of_stages
 from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.data.text_data import TextData
 from lightning_tricks.logs.table import shows_unicode
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.parallel.pipeline import Cut
@@ -213,15 +212,19 @@ def overlap(checked: Checked) -> str | Note:
     source = checked.datamodule
     if not isinstance(source, TokenDataModule):
         return Note("only TextData and TokenData are compared")
-    if isinstance(source, TextData) and not source.folder.exists():
+    if not source.is_prepared():
         return Note("not known before the text is tokenized, which prepare does")
     source = copy.copy(source)
     source.setup("fit")
-    if "val" not in source.streams:
+    train, val = (
+        [each.streams[split] for each in source.sources if split in each.streams] for split in ("train", "val")
+    )
+    if not val:
         return Note("no validation data")
-    train, val = source.streams["train"], source.streams["val"]
     found = find_overlap(train, val, source.eot_id)
-    part = "" if len(train) <= SAMPLE["train"] else f"a sample of {SAMPLE['train']:,} tokens of "
+    part = (
+        "" if max(map(len, train)) <= SAMPLE["train"] // len(train) else f"a sample of {SAMPLE['train']:,} tokens of "
+    )
     line = f"{found} stand in {part}the training data too"
     return Note(f"{line}: their loss says little of new text") if found.share > LARGEST_SHARE else line
 

@@ -4,7 +4,7 @@ A window is known by a hash of 64 bits. Of training tokens, blocks are read that
 lies between them is not seen, so the shares are lower bounds unless all tokens were read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,12 +44,12 @@ class Overlap(NamedTuple):
         return f"{documents}{self.windows:.1%} of the validation windows of {WINDOW} tokens"
 
 
-def find_overlap(train: TokenStream, val: TokenStream, eot_id: int | None) -> Overlap:
-    """Compare samples of two streams; takes a second or two for the largest.
+def find_overlap(train: Sequence[TokenStream], val: Sequence[TokenStream], eot_id: int | None) -> Overlap:
+    """Compare samples of validation streams with samples of training streams; takes a second or two for the largest.
 
     Args:
-        train: training tokens.
-        val: validation tokens.
+        train: training tokens of each source.
+        val: validation tokens of each source.
         eot_id: the token that ends a document; None: not known, and then no documents are counted.
 
     Source: windows of 13 as in Brown et al. 2020 (GPT-3), https://arxiv.org/abs/2005.14165, section 4, for benchmarks.
@@ -90,9 +90,12 @@ def window_hashes(tokens: NDArray[np.integer]) -> NDArray[np.uint64]:
     return (hashes ^ (hashes >> np.uint64(32))) * _FACTOR
 
 
-def _blocks(stream: TokenStream, split: str) -> Iterator[NDArray[np.int64]]:
-    """Parts of a stream, spread evenly over it where it is longer than the sample; else all of it, window by window."""
-    block, number = _BLOCK[split], SAMPLE[split] // _BLOCK[split]
-    step = max((len(stream) - block) // max(number - 1, 1), 1) if len(stream) > SAMPLE[split] else block - WINDOW + 1
-    for start in range(0, max(len(stream) - WINDOW + 1, 0), step):
-        yield stream.read(start, block)
+def _blocks(streams: Sequence[TokenStream], split: str) -> Iterator[NDArray[np.int64]]:
+    """Parts of each stream, spread evenly over it where it is longer than its sample; else all, window by window."""
+    block = max(_BLOCK[split] // len(streams), WINDOW)
+    for stream in streams:
+        sample = SAMPLE[split] // len(streams)
+        spread = max((len(stream) - block) // max(sample // block - 1, 1), 1)
+        step = spread if len(stream) > sample else block - WINDOW + 1
+        for start in range(0, max(len(stream) - WINDOW + 1, 0), step):
+            yield stream.read(start, block)
