@@ -212,15 +212,16 @@ def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypat
 # -- bad input
 
 
-def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
+def test_a_full_disk_names_the_folder_and_leaves_only_the_tokenizer_that_was_learned(make, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("lightning_tricks.data.shards.write_header", full)
     data = make()
-    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache \(No space left on device\)"):
+    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache.* \(No space left on device\)"):
         data.prepare_data()
-    assert names(data.cache_dir) == ["known_content.json"]
+    assert names(data.cache_dir) == [f".{data.folder.name}.unfinished", "known_content.json"]
+    assert names(data.cache_dir / f".{data.folder.name}.unfinished") == ["tokenizer"]
 
 
 def test_a_damaged_cache_is_named_with_the_remedy(make):
