@@ -65,8 +65,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     step. `train/loss` has the losses of experts in it, `val/loss` has not.
 
     Args:
-        decoder: Architecture, such as `Llama` or `GPT2`. Its `vocab_size` and `max_seq_len` are those of the data module
-            unless they are given.
+        decoder: Architecture, such as `Llama` or `GPT2`. Its `vocab_size` and `max_seq_len` are those of the data
+            module unless they are given.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
             None is `none`.

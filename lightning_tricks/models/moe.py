@@ -190,7 +190,6 @@ def count_in_backward(x: Tensor, loads: Sequence[tuple[Router, Tensor]]) -> None
     which has no backward pass, counts nothing.
     """
 
-
     def add(_: Tensor) -> None:  # gives None, and so changes no gradient
         for router, load in loads:
             router.backward_loads.append(load)

@@ -24,6 +24,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "tokens": ("all", "ragged", "none on one rank"),
     "windows": ("whole", "short last one"),
     "killed": (3, 6, 8),
+    "freeze": (False, True),
     **dict.fromkeys(TRICKS, (False, True)),
 }
 FACTORS = {"layout": tuple(LAYOUTS), **OTHERS}
@@ -42,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
          "tokens": "all", "windows": "whole",
-         "killed": 6, **dict.fromkeys(TRICKS, False)}  # fmt: skip
+         "killed": 6, "freeze": False, **dict.fromkeys(TRICKS, False)}  # fmt: skip
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
