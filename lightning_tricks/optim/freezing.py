@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_tricks._core.errors import UsageError, check_choice
-from lightning_tricks._core.find_modules import check_pattern, parameters_by_name, whole_of
+from lightning_tricks._core.find_modules import check_pattern, whole_of
 from lightning_tricks.optim.decay_groups import ParamRule, check_some_match, tied_names
 from lightning_tricks.optim.param_roles import Role, param_roles
 
@@ -17,7 +17,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Set `requires_grad` to false for the parameters that one of `patterns` fits. Idempotent.
 
     Args:
-        module: any module; of a pipeline stage, the patterns are for the whole model.
+        module: any module; of a pipeline stage, whose model was frozen before it was cut, the names are of the whole.
         patterns: each a regular expression, searched in the name without wrappers' prefixes; or `role=norm`, see
             `param_roles`; or both, `role=matrix:attn`.
 
@@ -33,8 +33,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         >>> freeze(model, ["role=norm", "0.bias"])
         ['0.bias', '1.weight', '1.bias']
     """
-    whole, here = whole_of(module), parameters_by_name(module)
-    params, tied, found = param_roles(whole, frozen=True), tied_names(whole), set[str]()
+    whole, found = whole_of(module), set[str]()
+    params, tied = param_roles(whole, frozen=True), tied_names(whole)
     for rule in map(_rule, patterns):
         found.update(check_some_match(rule, params, tied, "freeze", "correct it, or leave it out"))
     chosen = [param for param in params if param.name in found]
@@ -42,8 +42,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
         raise UsageError(f"freeze={list(patterns)}: all {len(params)} parameters are frozen: leave out a pattern")
     for param in chosen:
         param.param.requires_grad_(False)
-        if param.name in here:
-            here[param.name].requires_grad_(False)
     return [param.name for param in chosen]
 
 

@@ -32,7 +32,7 @@ from lightning_tricks import (
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
-from lightning_tricks.commands.check.checks import Checked, model, run_checks
+from lightning_tricks.commands.check.checks import Checked, layout, model, run_checks
 from lightning_tricks.commands.plan import PlanOptions, run
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
@@ -510,3 +510,22 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
     with pytest.raises(SystemExit) as end:
         run(LanguageModel(TINY), data(), settings, gpu="mine", gpu_memory_gb=1.0, peak_tflops=1.0, link_gb=1.0)
     assert end.value.code == 1
+
+
+@pytest.mark.parametrize("freeze", [["embed"], [r"blocks\.7\.", "role=head"]])
+def test_frozen_parameters_have_neither_gradients_nor_state_also_where_single_blocks_are_named(freeze):
+    config = dataclasses.replace(TINY, n_layers=8)
+    built, planned_one, checked = (
+        LanguageModel(config, freeze=freeze, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+        for _ in range(3)
+    )
+    plan = plan_recipe(planned_one, data(), {"max_steps": 10}, gpu="h100", suggest=False)
+    built.configure_model()
+    trained = sum(one.numel() for one in built.parameters() if one.requires_grad)
+    assert 0 < plan.parameters["frozen"] == sum(one.numel() for one in built.parameters()) - trained
+    step = plan.memory.instants[STEP]
+    assert step["gradients"] == 4 * trained
+    assert step["optimizer state"] == pytest.approx(8 * trained, rel=1e-3)
+    assert ", as if nothing were frozen" in report(plan)
+    settings = {"accelerator": "cpu", "devices": 2, "strategy": FSDP2Strategy()}
+    assert "of 2 devices: ranks" in layout(Checked(checked, data(), settings))

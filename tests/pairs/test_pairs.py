@@ -25,6 +25,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "windows": ("whole", "short last one"),
     "killed": (3, 6, 8),
     "packing": ("cut", "best_fit"),
+    "freeze": (False, True),
     **dict.fromkeys(TRICKS, (False, True)),
 }
 FACTORS = {"layout": tuple(LAYOUTS), **OTHERS}
@@ -43,7 +44,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
          "tokens": "all", "windows": "whole",
-         "killed": 6, "packing": "cut", **dict.fromkeys(TRICKS, False)}  # fmt: skip
+         "killed": 6, "packing": "cut", "freeze": False, **dict.fromkeys(TRICKS, False)}  # fmt: skip
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
