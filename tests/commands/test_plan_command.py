@@ -273,8 +273,9 @@ def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_tha
     assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
     mixture = dataclasses.replace(TINY, n_layers=8, n_experts=4, d_expert=16, dense_layers=2)  # none on the first rank
     strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=4, expert=2), pipeline_micro_batches=8)
-    shared = planned(mixture, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=8, gpu="h100")
-    assert {each.axis for each in shared.whole.traffic if each.bytes(1)} == {"shard", "pipeline", "expert"}
+    shared = planned(mixture, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=16, gpu="h100")
+    assert {each.axis for each in shared.whole.traffic if each.bytes(1)} == {"shard", "rest", "pipeline", "expert"}
+    assert "expert shards" in report(shared)
     strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=8)
     sharded = planned(TINY, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100").whole
     (gathered,) = [each.gathered for each in sharded.traffic if each.axis == "shard"]
