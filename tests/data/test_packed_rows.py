@@ -177,3 +177,9 @@ def test_ends_are_found_over_the_borders_of_what_is_searched_at_once(tmp_path, m
 def test_padding_has_the_offset_of_the_last_label(tmp_path):
     rows = pack(tmp_path, write(tmp_path, [5, 6, EOT]))
     assert [rows.offset(0, label) for label in (0, 2, 3, 7)] == [0, 2, 2, 2]
+
+
+def test_padding_is_within_the_slack_with_that_of_the_last_row(tmp_path):
+    ids = np.tile([1] * 10 + [EOT], 1000)  # two do not fit a row of 16
+    rows = pack(tmp_path, write(tmp_path, ids, shard_tokens=20_000), seq_len=16)
+    assert 0 < len(rows) * 16 - 11_000 <= 55
