@@ -83,7 +83,9 @@ def test_a_mixture_names_the_source_of_each_row_and_their_shares(tmp_path, capsy
         (tmp_path / name).mkdir()
         with ShardWriter(tmp_path / name, "train", 100) as writer:
             writer.append(np.arange(first, first + 40))
-    sources = [MixtureSource(str(tmp_path / name / "train_*.bin"), weight) for name, weight in (("web", 3), ("code", 1))]
+    sources = [
+        MixtureSource(str(tmp_path / name / "train_*.bin"), weight) for name, weight in (("web", 3), ("code", 1))
+    ]
     printed = lines(capsys, MixtureData(sources, seq_len=4), rows=8, first=1)
     assert printed[0].startswith("Mixture: web 75.00%")
     headings = [(line.split(", ")[1], printed[n + 1]) for n, line in enumerate(printed) if line.startswith("sample")]

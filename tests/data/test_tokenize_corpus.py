@@ -102,8 +102,8 @@ def test_where_the_tokenizer_changes_validation_text_its_offsets_follow_the_part
     corrections = np.load(data.folder / "val_byte_corrections.npy")
     ids = data.streams["val"].read(0, len(data.streams["val"]))
     ends = np.flatnonzero(ids == data.eot_id)
-    threshold = tokenize_corpus.validation_threshold(data._corpus.documents(), 0.2)
-    held_out = [text for text in data._corpus.documents() if tokenize_corpus.document_hash(text) < threshold]
+    threshold = tokenize_corpus.validation_threshold(data.corpus.documents(), 0.2)
+    held_out = [text for text in data.corpus.documents() if tokenize_corpus.document_hash(text) < threshold]
     expected = [[int(end), text.count("ï")] for end, text in zip(ends, held_out, strict=True) if "ï" in text]
     assert corrections.tolist() == expected
     assert len(expected) > 20
@@ -211,7 +211,7 @@ def test_twenty_kills_cost_at_most_the_part_in_work_and_end_with_the_same_bytes(
     assert killed_at(10**9, started, data, cores) == 0
     assert content(data.folder) == content(unbroken)
     assert names(data.cache_dir) == ["known_content.json", data.folder.name]
-    parts = len(data._corpus.parts)
+    parts = len(data.corpus.parts)
     assert len(set(started.read_text().split())) == parts
     assert len(started.read_text().split()) - parts <= 20 * cores
 
@@ -253,7 +253,7 @@ def test_all_held_out_text_begins_with_one_end_of_text_however_many_parts(rows, 
     data.setup()
     stream = data.streams["val"].read(0, len(data.streams["val"]))
     assert stream[0] == data.eot_id
-    documents = len(list(data._corpus.documents()))
+    documents = len(list(data.corpus.documents()))
     assert (stream == data.eot_id).sum() == documents + 1
     assert sum(int(batch["n_bytes"].sum()) for batch in data.val_dataloader()) == data.meta["val"]["bytes"]
 
@@ -267,7 +267,7 @@ def test_of_equal_documents_in_any_parts_the_first_is_kept(rows, tmp_path, monke
     (rows / "d.jsonl").write_text("\n".join(copies * 2))
     data = make(rows, tmp_path / "cache", drop_duplicates=True)
     data.setup()
-    documents = list(data._corpus.documents())
+    documents = list(data.corpus.documents())
     kept = list(dict.fromkeys(documents))
     threshold = tokenize_corpus.validation_threshold(documents, 0.2)
     for split, text in (("train", data.training_text()), ("val", data.validation_text())):

@@ -34,6 +34,8 @@ from lightning_tricks import (
     GradNormMonitor,
     Llama,
     MFUMonitor,
+    MixtureData,
+    MixtureSource,
     MuonAdamW,
     OptimizerMixin,
     ParallelDims,
@@ -328,8 +330,13 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
     """
     if not row["ExactResume"]:
         options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
-        packing = {"packing": row["packing"], "eot_id": 0, "cache_dir": str(tokens / "cache")}
-        return {"datamodule": TokenData(**options, **packing, seq_len=LENGTH, micro_batch_size=ROWS)}
+        options |= {"eot_id": 0, "cache_dir": str(tokens / "cache")}
+        sizes = {"seq_len": LENGTH, "micro_batch_size": ROWS}
+        if row["rows"] != "mixture":
+            return {"datamodule": TokenData(**options, packing=row["rows"], **sizes)}
+        weights = {"cut": 2.0, "best_fit": 1.0}
+        sources = [MixtureSource(TokenData(**options, packing=kind), weights[kind], kind) for kind in weights]
+        return {"datamodule": MixtureData(sources, **sizes)}
     generator = torch.Generator().manual_seed(5)
     # an epoch of 16 micro-batches, or of 15: the last window of two is short
     ranks = 1 if as_ranks else LAYOUTS[row["layout"]].dims.data_ranks

@@ -24,7 +24,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "tokens": ("all", "ragged", "none on one rank"),
     "windows": ("whole", "short last one"),
     "killed": (3, 6, 8),
-    "packing": ("cut", "best_fit"),
+    "rows": ("cut", "best_fit", "mixture"),
     "freeze": (False, True),
     **dict.fromkeys(TRICKS, (False, True)),
 }
@@ -44,12 +44,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
          "tokens": "all", "windows": "whole",
-         "killed": 6, "packing": "cut", "freeze": False, **dict.fromkeys(TRICKS, False)}  # fmt: skip
+         "killed": 6, "rows": "cut", "freeze": False, **dict.fromkeys(TRICKS, False)}  # fmt: skip
 FORBIDDEN = [combination for combination, _ in REFUSED]
 # windows end where epochs do: of a loader, with several micro-batches
 FORBIDDEN += [{"windows": "short last one", "accumulation": 1}, {"windows": "short last one", "ExactResume": False}]
-# rows are packed where no loader is ExactResume's
-FORBIDDEN += [{"packing": "best_fit", "ExactResume": True}, {"packing": "best_fit", "windows": "short last one"}]
+# rows are packed and mixed where no loader is ExactResume's
+FORBIDDEN += [
+    {"rows": kind, **other}
+    for kind in ("best_fit", "mixture")
+    for other in ({"ExactResume": True}, {"windows": "short last one"})
+]
 FORBIDDEN += [{"layout": name, factor: level} for name, layout in LAYOUTS.items() for factor, level in layout.refused]
 # two processes take four times as long as one: there all pairs of the other settings meet, the other threes in one
 OF_TWO = [name for name, layout in LAYOUTS.items() if layout.dims.world == 2]
