@@ -104,7 +104,7 @@ def test_each_three_settings_meet_in_one_row():
     rows = [*rows_in_one(), *chain(*map(rows_in_two, OF_TWO))]
     held = {frozenset(three) for row in rows for three in combinations(row.items(), 3)}
     assert held == combinations_to_cover(FACTORS, FORBIDDEN, 3)
-    assert len(rows) < 80
+    assert len(rows) < 90
 
 
 @pytest.mark.long
