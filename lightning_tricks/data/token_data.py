@@ -75,8 +75,9 @@ class TokenData(TokenDataModule):
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.train, self.val, self.shard_format, self.token_dtype = train, val, shard_format, token_dtype
         check_choice("shard_format", shard_format, ShardFormat)
-        folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self._cache = BlockCache(folder / "remote", cache_gib)
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_gib = cache_gib
+        self._cache = BlockCache(self.cache_dir / "remote", cache_gib)
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self.vocab_size, self.eot_id = vocab_size, eot_id
         if self._given_tokenizer is not None:

@@ -105,7 +105,7 @@ def test_what_was_read_once_is_read_from_the_disk_by_any_process(bucket, tmp_pat
 def test_blocks_of_a_replaced_file_are_not_taken_for_its(bucket, tmp_path):
     (tmp_path / "local").mkdir()
     for first in (0, 1):
-        written.datatrove(tmp_path / "local", [np.arange(100) + first])
+        written.datatrove(tmp_path / "local", [np.arange(100) + first] * (first + 1))  # and another size of the index
         upload(tmp_path / "local")
         data = opened(tmp_path)
         assert data.streams["train"].read(0, 3).tolist() == [first, first + 1, first + 2]
