@@ -179,9 +179,12 @@ class Loader:
             generator=torch.Generator().manual_seed(0),
         )
         # not strict: workers fetch batches beyond the end, which nobody takes unless the end moves
-        for key, batch in zip(keys, loader, strict=False):
-            self.id_check.check(self.batches, key, batch)
-            yield batch
+        try:
+            for key, batch in zip(keys, loader, strict=False):
+                self.id_check.check(self.batches, key, batch)
+                yield batch
+        except UsageError as error:  # torch puts the traceback of the worker before its words
+            raise UsageError(str(error).rpartition(f"{UsageError.__name__}: ")[2].strip()) from None
 
 
 class SizedLoader(Loader):

@@ -244,3 +244,17 @@ def test_where_there_is_cuda_batches_are_pinned_unless_the_trainer_has_another_d
     trainer = device and SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
     assert len(list(Loader(batches, lambda: range(3), num_workers, TokenIdCheck(), trainer))) == 3
     assert any(pinned) == pins
+
+
+@pytest.mark.long
+def test_a_shard_that_fails_in_a_worker_is_one_line(write_shard, monkeypatch):
+    stream = TokenStream([write_shard(np.arange(200))])
+    batches = train_batches(stream, len(stream), 8, 1)
+
+    def fails(start, count):
+        raise UsageError("shard s3://bucket/a.bin: cannot be read; start again")
+
+    monkeypatch.setattr(stream, "view", fails)  # workers are forked from here
+    with pytest.raises(UsageError) as error:
+        list(Loader(batches, lambda: range(3), 2, TokenIdCheck()))
+    assert str(error.value) == "shard s3://bucket/a.bin: cannot be read; start again"
