@@ -61,7 +61,7 @@ def test_without_an_end_token_windows_are_counted_alone(tmp_path):
 
 def test_of_long_streams_blocks_over_the_whole_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(overlap, "SAMPLE", {"train": 4000, "val": 2000})
-    monkeypatch.setattr(overlap, "_BLOCK", {"train": 1000, "val": 1000})
+    monkeypatch.setattr(overlap, "_BLOCK", {"train": 1000, "val": 2000})
     train = documents(100, 199, 1)  # 20,000 tokens, of which blocks are read from 0, 6,333, 12,666 and 18,999 on
     whole = stream(tmp_path, "train", train)
     for name, first, last, share in (("a", 0, 5, 1.0), ("b", 40, 45, 0.0), ("c", 64, 67, 1.0), ("d", 96, 99, 1.0)):
