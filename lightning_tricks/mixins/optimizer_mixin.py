@@ -81,7 +81,9 @@ class OptimizerMixin(Mixin):
     Raises:
         UsageError: a setting of another kind than these. When training starts: see `build_optimizer` and
             `Schedule.check`; an optimizer that is known not to work under the strategy or precision; a callback that
-    XX
+            adds parameters in mid-run; a checkpoint that holds weights only, or the state of an optimizer of another
+            class, or of other frozen parameters; at load, weights of another MuP. An error of `freeze`.
+
     Source: see `default_adamw` and `decay_groups`.
     """
 
@@ -194,7 +196,8 @@ class OptimizerMixin(Mixin):
         """Write the optimizer's name and class, the running schedule, and the hyper-parameters in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["optimizer_class"] = self._optimizer_class
-        checkpoint[_FROZEN_KEY] = self._frozen
+        if self._frozen:
+            checkpoint[_FROZEN_KEY] = self._frozen
         if self.mup is not None:
             checkpoint[MUP_KEY] = to_plain(self.mup)
         running = [config.scheduler for config in self.trainer.lr_scheduler_configs] if self._trainer else []

@@ -449,9 +449,9 @@ class Pipeline:
     def _sum_tied(self) -> None:
         """Add up the gradients of the copies that the first and the last stage have of a weight."""
         for parameter in map(self.model.get_parameter, self.tied):
-            gradient = parameter.grad
             if not parameter.requires_grad:
                 continue
+            gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if isinstance(gradient, DTensor):  # of tensor ranks: an embedding's is whole, a head's is divided

@@ -217,6 +217,9 @@ ROWS = [
     option("--model.optimizer.betas 0.9", "model.optimizer.betas=0.9", "[0.9, 0.95]"),
     # Settings that do not fit each other: refused before a tokenizer is learned, or there would be more lines.
     option("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
+    option(["--model.freeze", "[embd]"], "freeze: pattern 'embd'", "near names are", "decoder.embed.weight"),
+    option("--model.freeze embed", "model.freeze=embed", "give a list in brackets"),
+    command("show-data --config small.yaml --rows 0", "show-data: rows=0", "at least 1"),
     plain("--total_tokens many", "total_tokens=many", "number"),
     # Files and folders.
     option("--data.files no_such.txt", "files", "no_such.txt", "check the path"),

@@ -69,6 +69,8 @@ def test_of_long_streams_blocks_over_the_whole_are_read(tmp_path, monkeypatch):
     whole = stream(tmp_path, "train", train)
     for name, first, last, share in (("a", 0, 5, 1.0), ("b", 40, 45, 0.0), ("c", 64, 67, 1.0), ("d", 96, 99, 1.0)):
         assert find_overlap([whole], [stream(tmp_path, name, train[first:last])], None).windows == share
+    short = documents(10, 199, 2)  # it is read as a whole, in two blocks that share the windows between them
+    assert find_overlap([stream(tmp_path, "s", short)], [stream(tmp_path, "t", short)], None).windows == 1.0
 
 
 def line_of(data):

@@ -26,6 +26,7 @@ from lightning_tricks import (
     LanguageModel,
     Llama,
     ParallelDims,
+    ParamRule,
     SpikeRollback,
     TotalTokens,
 )
@@ -511,6 +512,12 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
     with pytest.raises(SystemExit) as end:
         run(LanguageModel(TINY), data(), settings, gpu="mine", gpu_memory_gb=1.0, peak_tflops=1.0, link_gb=1.0)
     assert end.value.code == 1
+
+
+def test_a_rule_for_a_single_block_is_planned():
+    rules = [ParamRule(r"blocks\.7\.", lr_scale=2.0)]
+    module = LanguageModel(dataclasses.replace(TINY, n_layers=8), param_rules=rules)
+    assert plan_recipe(module, data(), {"max_steps": 10}, gpu="h100", suggest=False).memory is not None
 
 
 @pytest.mark.parametrize("freeze", [["embed"], [r"blocks\.7\.", "role=head"]])

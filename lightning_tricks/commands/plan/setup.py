@@ -202,8 +202,9 @@ class RunSetup:
 
     @property
     def blocks_alike(self) -> bool:
-        """Whether `freeze` treats all blocks alike, so that a few stand for all: no pattern has a number in it."""
-        return not re.search(r"\d", " ".join(getattr(self.module, "freeze_patterns", None) or ()))
+        """Whether `freeze` and rules treat all blocks alike, so that a few stand for all: no pattern has a number."""
+        patterns = [getattr(rule, "pattern", "") for rule in getattr(self.module, "param_rules", None) or ()]
+        return not re.search(r"\d", " ".join([*patterns, *(getattr(self.module, "freeze_patterns", None) or ())]))
 
     @property
     def compiles(self) -> bool:
