@@ -387,7 +387,7 @@ def _work(number: int) -> int:
 # -- progress
 
 
-class _Lines(tqdm):  # type: ignore[type-arg]
+class _Lines(tqdm):
     """A bar as lines, for logs."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
