@@ -7,6 +7,7 @@ import random
 import signal
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import prepare
-from lightning_tricks.data import TextData, open_shard, tokenize_corpus
+from lightning_tricks.data import ShardWriter, TextData, open_shard, tokenize_corpus
 from lightning_tricks.data.corpus import text_files
 from lightning_tricks.data.text_encoder import TextEncoder
 from lightning_tricks.data.tokenize_corpus import TokenizedCorpus
@@ -83,6 +84,21 @@ def test_parts_give_the_stream_that_the_whole_gives(rows, unbroken, tmp_path):
         assert {k: v for k, v in meta[split].items() if k != "sha256"} == {
             k: v for k, v in whole[split].items() if k != "sha256"
         }
+
+
+def test_a_part_of_several_shards_and_one_without_a_split_are_numbered_through(rows, unbroken, tmp_path, monkeypatch):
+    on_cores(monkeypatch, 1)
+    monkeypatch.setattr(tokenize_corpus, "ShardWriter", partial(ShardWriter, shard_tokens=700))
+    data = make(rows, tmp_path / "cache", val_fraction=0.004)
+    data.setup()
+    meta = data.meta
+    shards = {split: [name for name in meta["shards"] if name.startswith(split)] for split in ("train", "val")}
+    assert len(shards["train"]) > 2 * len(data._corpus.parts) > 2 * len(shards["val"])
+    for split, found in shards.items():
+        assert found == [f"{split}_{number:06d}.bin" for number in range(len(found))]
+    threshold = tokenize_corpus.validation_threshold(data._corpus.documents(), 0.004)
+    training = [one for one in data._corpus.documents() if tokenize_corpus.document_hash(one) >= threshold]
+    assert data.training_text() == "".join(training).encode()
 
 
 def test_the_record_has_the_hash_of_each_shard(unbroken):
