@@ -21,7 +21,7 @@ def run(model: Any, datamodule: Any, trainer: Any, rank: int = 0, world: int = 1
         if not hasattr(datamodule, "prepare_share"):
             raise UsageError(f"world={world}: {type(datamodule).__name__} has no shares of text; leave it out")
         if missing := datamodule.prepare_share(rank, world):
-            say(f"The share of rank {rank} of {world} is tokenized; {missing} parts of other ranks are missing yet")
+            say(f"The share of rank {rank} of {world} is tokenized; {missing} parts of other ranks are missing")
             return
     datamodule.prepare_data()
     datamodule.setup("fit")

@@ -263,7 +263,8 @@ class TokenizedCorpus:
             if not self.folder.exists():  # another process may have made it, and removed the parts
                 build_once(place(number), lambda folder: write(number, folder, threads, progress))
 
-        processes = min(len(numbers), available_cores()) if sys.platform == "linux" else 1
+        forks = sys.platform == "linux" and not multiprocessing.current_process().daemon  # which may have no children
+        processes = min(len(numbers), available_cores()) if forks else 1
         sizes = [n_bytes for n_bytes, _ in self.corpus.parts] or [self.corpus.n_bytes or 0]
         total, done = sum(sizes[number] for number in numbers), 0
         with _progress(doing, self.corpus.description, total or None) as bar:

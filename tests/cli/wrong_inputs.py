@@ -158,6 +158,7 @@ ROWS = [
     command("trian --config small.yaml", "'trian'", "--help"),
     command("train --config small.yaml", "'train'", "did you mean fit?"),
     command("fit", "no model", "--config RECIPE.yaml"),
+    command("prepare --config small.yaml --rank 2 --world 2", "rank=2, world=2", "from 0 to world - 1"),
     command("fit small.yaml", "small.yaml", "--config small.yaml"),
     command("cp tinny", "tinny", "did you mean tiny?"),
     command("cp", "error: cp: ", "required: recipe", "cp --help"),

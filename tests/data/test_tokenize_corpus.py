@@ -7,13 +7,15 @@ import random
 import signal
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data import TextData, open_shard, tokenize_corpus
+from lightning_tricks.commands import prepare
+from lightning_tricks.data import ShardWriter, TextData, open_shard, tokenize_corpus
 from lightning_tricks.data.corpus import text_files
 from lightning_tricks.data.text_encoder import TextEncoder
 from lightning_tricks.data.tokenize_corpus import TokenizedCorpus
@@ -82,6 +84,21 @@ def test_parts_give_the_stream_that_the_whole_gives(rows, unbroken, tmp_path):
         assert {k: v for k, v in meta[split].items() if k != "sha256"} == {
             k: v for k, v in whole[split].items() if k != "sha256"
         }
+
+
+def test_a_part_of_several_shards_and_one_without_a_split_are_numbered_through(rows, unbroken, tmp_path, monkeypatch):
+    on_cores(monkeypatch, 1)
+    monkeypatch.setattr(tokenize_corpus, "ShardWriter", partial(ShardWriter, shard_tokens=700))
+    data = make(rows, tmp_path / "cache", val_fraction=0.004)
+    data.setup()
+    meta = data.meta
+    shards = {split: [name for name in meta["shards"] if name.startswith(split)] for split in ("train", "val")}
+    assert len(shards["train"]) > 2 * len(data._corpus.parts) > 2 * len(shards["val"])
+    for split, found in shards.items():
+        assert found == [f"{split}_{number:06d}.bin" for number in range(len(found))]
+    threshold = tokenize_corpus.validation_threshold(data._corpus.documents(), 0.004)
+    training = [one for one in data._corpus.documents() if tokenize_corpus.document_hash(one) >= threshold]
+    assert data.training_text() == "".join(training).encode()
 
 
 def test_the_record_has_the_hash_of_each_shard(unbroken):
@@ -320,3 +337,48 @@ def test_a_log_gets_a_line_of_progress_now_and_then(rows, tmp_path, monkeypatch,
     said = [line for line in lines if line.startswith("Tokenizing: ")]
     assert len(said) > 5
     assert all("B/s, " in line and line.endswith(" left") for line in said)
+
+
+# -- the command
+
+
+class Shares:
+    """Data with a share of text for each rank; others make the last two parts."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def prepare_share(self, rank: int, world: int) -> int:
+        self.calls.append((rank, world))
+        return 2 if rank < world - 1 else 0
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+
+
+def test_prepare_makes_a_share_and_sets_up_only_what_is_whole(capsys):
+    data = Shares()
+    prepare.run(None, data, None, rank=0, world=3)
+    assert data.calls == [(0, 3)]
+    assert capsys.readouterr().out == "The share of rank 0 of 3 is tokenized; 2 parts of other ranks are missing\n"
+    prepare.run(None, data, None, rank=2, world=3)
+    prepare.run(None, data, None)
+    assert data.calls[1:] == [(2, 3), "prepare_data", "fit", "prepare_data", "fit"]
+
+
+@pytest.mark.parametrize(
+    ("data", "rank", "world", "message"),
+    [
+        (Shares(), 3, 3, "^rank=3, world=3: ranks count from 0 to world - 1"),
+        (Shares(), -1, 3, "^rank=-1, world=3: "),
+        (Shares(), 0, 0, "^rank=0, world=0: "),
+        (object(), 0, 2, "^world=2: object has no shares of text; leave it out$"),
+        (None, 0, 1, "^prepare: the recipe has no data$"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(data, rank, world, message):
+    with pytest.raises(UsageError, match=message):
+        prepare.run(None, data, None, rank=rank, world=world)
