@@ -5,9 +5,9 @@
 Both encoders take the standard library's sources with a tokenizer that is learned from them; the ids are compared.
 `tiktoken` has the first megabyte by tokenizers, the checks and all threads, as a preparation of data has them;
 `tiktoken_alone` is what a longer text costs, on one thread. The loaders read one shard of random ids on one thread:
-ours, `TokenData`'s, with the check of each id, and the loop of nanoGPT's train.py, which maps the file anew for each
-batch and draws its rows at random. Contenders take turns; a figure is the median over the rounds of CPU time, of wall
-time where it says so; ratios are taken in a round.
+ours, `TokenData`'s, with the check of each id; `MixtureData`'s, of the same tokens as 35 sources of other weights; and
+the loop of nanoGPT's train.py, which maps the file anew for each batch and draws its rows at random. Contenders take
+turns; a figure is the median over the rounds of CPU time, of wall time where it says so; ratios are taken in a round.
 """
 
 import argparse
@@ -30,12 +30,13 @@ from numpy.typing import NDArray
 from benchmarks import machine
 from benchmarks.feed import write_tokens
 from lightning_tricks.accounting.device_speed import available_cores
-from lightning_tricks.data import TokenData, open_shard, text_encoder
+from lightning_tricks.data import MixtureData, MixtureSource, ShardWriter, TokenData, open_shard, text_encoder
 from lightning_tricks.data.corpus import standard_library
 from lightning_tricks.data.tokenizer import train_bpe
 
 VOCABULARIES = (4096, 32768)
 SIZES = ((1, 16), (8, 256), (16, 1024))  # rows and tokens of a batch
+SOURCES = 35
 SHARD_TOKENS, BATCH_TOKENS = 20_000_000, 4_000_000  # the latter served in a round, by at most 1000 batches
 
 
@@ -110,8 +111,14 @@ def loaders(folder: Path, rows: int, tokens: int, rounds: int) -> dict[str, Any]
     """CPU time of a batch."""
     data = TokenData(str(folder / "train_*.bin"), vocab_size=50257, seq_len=tokens, micro_batch_size=rows)
     data.setup()
+    paths = sorted(map(str, folder.glob("source_*.bin")))
+    sources = [MixtureSource(TokenData(path), weight=1 + n**2) for n, path in enumerate(paths)]
+    mixture = MixtureData(sources, seq_len=tokens, micro_batch_size=rows)
+    mixture.setup()
+    mixture.check_ids(50257)
     feeds: dict[str, Iterator[Any]] = {
         "ours": iter(data.train_dataloader()),
+        "mixture": iter(mixture.train_dataloader()),
         "nanogpt": nanogpt(folder / "bare.bin", rows, tokens),
     }
     number = min(BATCH_TOKENS // (rows * tokens), 1000)
@@ -127,6 +134,7 @@ def loaders(folder: Path, rows: int, tokens: int, rounds: int) -> dict[str, Any]
         "cpu_us_a_batch": {name: round(seconds * 1e6, 1) for name, seconds in batch.items()},
         "cpu_ns_a_token": {name: round(seconds * 1e9 / (rows * tokens), 2) for name, seconds in batch.items()},
         "cpu_ours_over_nanogpt": ratio(times, "ours", "nanogpt"),
+        "cpu_mixture_over_ours": ratio(times, "mixture", "ours"),
     }  # fmt: skip
 
 
@@ -143,9 +151,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokens(folder, 50257, SHARD_TOKENS)
-        open_shard(folder / "train_000000.bin").tofile(folder / "bare.bin")
-        for rows, tokens in SIZES:
-            result["loaders"].append(loaders(folder, rows, tokens, options.rounds))
+        tokens = open_shard(folder / "train_000000.bin")
+        tokens.tofile(folder / "bare.bin")
+        for number, part in enumerate(np.array_split(tokens, SOURCES)):
+            with ShardWriter(folder, f"source_{number:02d}", 50257) as writer:
+                writer.append(part)
+        for rows, length in SIZES:
+            result["loaders"].append(loaders(folder, rows, length, options.rounds))
             print(json.dumps(result["loaders"][-1]), flush=True)
     result["encoders"] = []
     for vocab_size in VOCABULARIES:

@@ -11,6 +11,9 @@ from lightning_tricks.commands.coordinate_check import CoordinateTrial as Coordi
 from lightning_tricks.commands.coordinate_check import coordinate_check as coordinate_check
 from lightning_tricks.commands.verify_resume import ResumeReport as ResumeReport
 from lightning_tricks.commands.verify_resume import verify_resume as verify_resume
+from lightning_tricks.data.mixture_data import MixtureData as MixtureData
+from lightning_tricks.data.mixture_data import MixtureSource as MixtureSource
+from lightning_tricks.data.mixture_data import WeightChange as WeightChange
 from lightning_tricks.data.text_data import TextData as TextData
 from lightning_tricks.data.token_data import TokenData as TokenData
 from lightning_tricks.guards.averages import EMA as EMA

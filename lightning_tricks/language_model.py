@@ -34,6 +34,7 @@ from lightning_tricks.models.moe import Router, take_loads
 from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
+from lightning_tricks.optim.freezing import freeze
 from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.schedules import Schedule
 
@@ -67,7 +68,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     step. `train/loss` has the losses of experts in it, `val/loss` has not.
 
     Args:
-        decoder: Architecture, such as `Llama` or `GPT2`.
+        decoder: Architecture, such as `Llama` or `GPT2`. Its `vocab_size` and `max_seq_len` are those of the data
+            module unless they are given.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
             None is `none`.
@@ -102,6 +104,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             decay_embeddings: bool = ...,
             param_rules: list[ParamRule | LayerwiseLRDecay] | None = ...,
             mup: MuP | None = ...,
+            freeze: list[str] | None = ...,
         ) -> None: ...
 
     else:
@@ -123,8 +126,21 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.decoder = None
             self.token_loss, self.bits_per_byte, self._of_sources = TokenLoss(), BitsPerByte(), {}
 
+    def follow_data(self, data: Any) -> None:
+        """Take the sizes of a data module for those that the decoder was not given, until it is built.
+
+        The command line calls it when the recipe is read, the Trainer before the data are prepared: a vocabulary that
+        is still to be learned counts as it was asked for.
+        """
+        if self.decoder is None:
+            self.config = self.config.of_data(getattr(data, "vocab_size", None), getattr(data, "seq_len", None))
+            self.base_config = self.config if self.mup is None else self.mup.base_config(self.config)
+            if "decoder" in self.hparams:  # of `save_hyperparameters()`, for a checkpoint
+                self.hparams["decoder"] = self.config
+
     def configure_callbacks(self) -> list["pl.Callback"]:
         """The monitors of every pretraining run, and what its optimizer needs, unless the Trainer has them already."""
+        self.follow_data(self.trainer.datamodule)  # type: ignore[attr-defined]
         given: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         wanted: list[type[pl.Callback]] = [LRMonitor, GradNormMonitor, MFUMonitor]
         if has_figures(self.trainer.precision_plugin):
@@ -150,6 +166,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         # The meta device draws no weights, so that the random state of training does not depend on the shape.
         with torch.device("meta"):
             decoder = self.decoder = Decoder(self.config, self.base_config)
+        super().configure_model()
+        products = [param for part in (decoder.blocks, decoder.head) for param in part.parameters() if param.ndim > 1]
+        if not all(param.requires_grad for param in products):
+            self.flops_per_token = None  # type: ignore[assignment]  # MFUMonitor counts: the formula trains all products
         decoder.set_activation_checkpointing(self.activation_checkpointing)
         plugin: Any = strategy.precision_plugin if strategy is not None else None
         if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
@@ -235,6 +255,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         with torch.device("meta"):
             module: Any = torch.nn.ModuleDict({"decoder": Decoder(self.config)})
         module.base_shapes = self.base_shapes  # for muP
+        if self.freeze_patterns:
+            freeze(module, self.freeze_patterns)
         return module
 
     def _check_strategy(self, strategy: Any) -> None:

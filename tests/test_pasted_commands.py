@@ -19,7 +19,7 @@ from lightning_tricks import __main__ as door
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = [
-    "--trainer.max_steps=10", "--model.schedule.warmup_steps=1", "--trainer.val_check_interval=10", "--data.seq_len=32",
+    "--trainer.max_steps=10", "--model.schedule.warmup_steps=1", "--trainer.val_check_interval=10", "--data.seq_len=64",
     "--data.cache_dir=cache", "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 SMALL_DATA = ["--data.files=text.txt", "--data.vocab_size=300"]

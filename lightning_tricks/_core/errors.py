@@ -34,6 +34,12 @@ def check_choice(option: str, value: Any, choices: Any, more: str = "") -> None:
         raise UsageError(f"{option}={value!r}: give one of {', '.join(get_args(choices))}{more}")
 
 
+def check_count(option: str, value: Any, more: str = "") -> None:
+    """Refuse a value that is no whole number of at least 1; `option` and `more` as in `check_choice`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{option}={value!r}: give a whole number of at least 1{more}")
+
+
 @contextmanager
 def one_line_and_exit() -> Iterator[None]:
     """End the process on a user's mistake or a full disk with a line and exit code 2, on Ctrl-C with 130.

@@ -28,6 +28,11 @@ def whole_of(module: nn.Module) -> nn.Module:
     return whole
 
 
+def names_of_others(module: nn.Module) -> set[str]:
+    """The names of the weights and buffers that other pipeline stages have; none without stages."""
+    return set(map(clean_name, whole_of(module).state_dict())) - set(map(clean_name, module.state_dict()))
+
+
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `module` by each of their plain names; tied ones have several."""
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
@@ -98,16 +103,16 @@ def check_pattern(pattern: str, option: str) -> None:
 
 
 def match_modules(module: nn.Module, patterns: Sequence[str], option: str) -> dict[str, nn.Module]:
-    """The submodules whose whole name one of `patterns`, regular expressions, matches.
+    """The submodules whose whole name one of `patterns`, regular expressions, matches; of a pipeline stage its own.
 
     Raises:
         UsageError: a pattern that matches none, or is no regular expression; `option` names it to the user.
     """
-    modules = named_submodules(module)
+    modules, whole = named_submodules(module), named_submodules(whole_of(module))
     chosen: set[str] = set()
     for pattern in patterns:
         check_pattern(pattern, option)
-        names = {name for name in modules if re.fullmatch(pattern, name)}
+        names = {name for name in whole if re.fullmatch(pattern, name)}
         if not names:
             example = next(iter(find_blocks(module)), "model")
             raise UsageError(f"{option}: pattern {pattern!r} matches no submodule: give whole names such as {example}")

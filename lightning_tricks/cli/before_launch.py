@@ -32,6 +32,7 @@ def check_before_launch(trainer: Any, module: Any, datamodule: Any, command: str
             f"{command}: the recipe has no data, and {type(module).__name__} has no {loader}: add some, such as "
             "`data: TextData`"
         )
+    trainer.strategy.connect(module)  # as the Trainer does later; the strategy's own check asks for it
     for part in (trainer.strategy, trainer.precision_plugin, module, datamodule, *trainer.callbacks):
         if hasattr(part, "check_run"):
             part.check_run(trainer, datamodule, command)

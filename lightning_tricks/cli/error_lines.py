@@ -37,6 +37,7 @@ _TYPES = {
     "bool": "true or false",
     "str": "text",
     "list": "a list in brackets, such as [a, b]",
+    "Sequence": "a list in brackets, such as [a, b]",
     "tuple": "a list in brackets, such as [0.9, 0.95]",
     "dict": "a mapping in braces, such as {a: 1}",
 }
@@ -176,7 +177,7 @@ def _wrong_value(error: ParseError, class_expected: bool) -> str | None:
 
 def _wanted(said: str) -> str | None:
     """Our words for the type that a sentence of jsonargparse asks for, such as `a whole number`."""
-    if match := re.match(r"Expected a <class '(\w+)'>", said):
+    if match := re.match(r"Expected a <class '(?:collections\.abc\.)?(\w+)'>", said):
         return _TYPES.get(match[1])
     if match := re.match(r"Expected a tuple with (\d+) elements", said):
         return f"a list of {match[1]} values, such as [0.9, 0.95]"

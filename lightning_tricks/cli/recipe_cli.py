@@ -49,6 +49,7 @@ from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
 from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption import Preempted
+from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.mixins import OptimizerMixin
 
 __all__ = ["RecipeCLI", "load_recipe"]
@@ -201,13 +202,18 @@ class RecipeCLI(lightning_cli.LightningCLI):
         self.config_dump = yaml.safe_load(text)
 
     def instantiate_classes(self) -> None:
-        """Build the recipe's objects; where a list's member refuses its options, say only that."""
+        """Build the recipe's objects; where a list's member refuses its options, say only that.
+
+        The model then knows the sizes of its data, in each command.
+        """
         try:
             super().instantiate_classes()
         except ValueError as error:
             if "Does not validate against any of the Union subtypes" not in str(error):
                 raise
             raise UsageError(parse_message(str(error)).complaints[0]) from error
+        if isinstance(self.model, LanguageModel):
+            self.model.follow_data(self.datamodule)
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Lightning's Trainer with our callbacks and with checkpoints in folders."""
@@ -372,8 +378,12 @@ def _more_recipe(option: str, file: str | None) -> Recipe | None:
 def main(args: list[str]) -> None:
     """Run a command on a recipe, of which `args` are the words; its process group ends with it."""
     sys.argv[1:] = args  # with which other ranks are started
-    for noise in (".*isinstance.treespec, LeafSpec.*", "Precision .* is not supported by the model summary"):
-        warnings.filterwarnings("ignore", message=noise)  # Lightning's own, and nothing that a user could mend
+    for noise in (
+        ".*isinstance.treespec, LeafSpec.*",
+        "Precision .* is not supported by the model summary",
+        r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view",  # with tensor ranks
+    ):
+        warnings.filterwarnings("ignore", message=noise)  # nothing that a user could mend
     given, change = list(args), None
     if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])

@@ -134,6 +134,8 @@ _TABLE = (
             "nothing", ("history", "experiments", "results"), "runs"),
     Command("schedule", "the learning rate of a recipe as a curve, before any step: --against R2.yaml",
             "a recipe", ("plot", "lr"), "schedule", ("against",)),
+    Command("show-data", "training rows as the model gets them, with sources and documents: --rows 10 --first 0",
+            "a recipe", ("look", "inspect", "preview", "head"), "show_data"),
     Command("verify-resume", "train some steps straight, and with kill -9 and a resume: are they equal? --config "
             "RECIPE.yaml", "nothing", ("verify", "check-resume"), "verify_resume"),
 )  # fmt: skip

@@ -69,6 +69,8 @@ class Table:
         value = self._value(run, name)
         if value is None:
             return ""
+        if name == "sources":
+            return shortened("  ".join(f"{source} {loss:.4f}" for source, loss in value.items()), 3 * _LONGEST)
         if name in ("goodput", "mfu"):
             return f"{value:.1%}"
         if name in ("steps", "best_step", "tokens"):

@@ -235,6 +235,10 @@ class TokenDataModule(pl.LightningDataModule):
         """For pickle and copies: all but the Trainer, which gives itself at the next start, and has open iterators."""
         return {**self.__dict__, "trainer": None}
 
+    def is_prepared(self) -> bool:
+        """Whether `prepare_data` has nothing to do."""
+        return True
+
     def open_source(self) -> Source:
         """Open the tokens, which `prepare_data` has made; for a mixture and for `setup`."""
         raise NotImplementedError
@@ -256,6 +260,9 @@ class TokenDataModule(pl.LightningDataModule):
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
+        streams = [stream for source in sources for stream in source.streams.values()]
+        if self.document_ids and self.eot_id is None and not all(stream.knows_documents for stream in streams):
+            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
         self.sources, self.tokenizer = list(sources), tokenizer
         self._pack(self.sources)
         self._cursor.identity |= self._identity()

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from lightning_tricks.data.order import RowOrder
 from lightning_tricks.data.shards import TokenStream
 
-ROWS_AHEAD = (256, 4096)  # of which the places are computed at once, for a single source and for several
+ROWS_AHEAD = 4096  # of which the places are computed at once
 TOKENS_A_START = 64  # a row has room for the starts of one document in so many tokens
 IGNORED = -100  # the ignore_index of torch's cross_entropy
 Batch = dict[str, Tensor]
@@ -52,6 +52,18 @@ def with_documents(begins: NDArray[np.bool_]) -> dict[str, NDArray[np.int32]]:
     return {"document_ids": ids, "document_starts": starts}
 
 
+def document_begins(
+    stream: TokenStream, start: int, input_ids: NDArray[np.int64], eot_id: int | None
+) -> NDArray[np.bool_]:
+    """Whether a document begins at each of the stream's tokens from `start` on, (T,), whose ids are given."""
+    if not stream.knows_documents:
+        assert eot_id is not None  # checked where documents are asked for
+        return begins_after(input_ids, eot_id)
+    begins = np.zeros(len(input_ids), dtype=bool)
+    begins[stream.document_ends(start, min(start + len(begins) - 1, len(stream)), None) - start] = True
+    return begins
+
+
 class SourceRows(Protocol):
     """The training rows of one source by their address, see `order.Pass`."""
 
@@ -81,8 +93,7 @@ class WindowRows:
 
     def begins(self, address: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See `SourceRows`."""
-        assert self.eot_id is not None  # checked where documents are asked for
-        return begins_after(input_ids, self.eot_id)
+        return document_begins(self.stream, address, input_ids, self.eot_id)
 
     def offset(self, address: int, label: int) -> int:
         """See `SourceRows`."""
@@ -121,8 +132,7 @@ class TrainBatches(Dataset[Batch]):
         repeated, self._stride = stride == self._stride, stride
         if (known := self._ahead.pop(first_row, None)) is not None:
             return known.tolist()
-        ahead = ROWS_AHEAD[len(self.rows) > 1]
-        number = max(ahead // self.micro_batch_size, 1) if repeated and stride > 0 else 1
+        number = max(ROWS_AHEAD // self.micro_batch_size, 1) if repeated and stride > 0 else 1
         firsts = first_row + stride * np.arange(number)
         rows = firsts[:, None] + np.arange(self.micro_batch_size)
         places = np.stack(self.order.places(rows.ravel()), axis=1).reshape(*rows.shape, 2)
@@ -171,7 +181,7 @@ class ValidationBatches(Dataset[Batch]):
         micro_batch_size: B, rows in a batch.
         token_bytes: (vocab_size,) int64, bytes of each token, 0 for special ones; None when not known.
         eot_id: the end-of-text token, None when not known.
-        with_document_ids: add what `with_documents` gives; needs `eot_id`.
+        with_document_ids: add what `with_documents` gives; needs `eot_id`, or a stream that knows its documents.
         rank: this process among those that share the windows.
         world: number of processes that share them.
         byte_corrections: (n, 2) int64, offsets in the stream in their order, and the bytes to add there; None: none.
@@ -216,8 +226,12 @@ class ValidationBatches(Dataset[Batch]):
             labels[lengths == 0] = IGNORED
         elif self.eot_id is not None:
             labels[labels == self.eot_id] = IGNORED
-        if self.with_document_ids and self.eot_id is not None:
-            batch |= with_documents(begins_after(input_ids, self.eot_id))
+        if self.with_document_ids:
+            begins = [
+                document_begins(self.stream, start, row, self.eot_id)
+                for start, row in zip(self.starts(index).tolist(), input_ids, strict=True)
+            ]
+            batch |= with_documents(np.stack(begins))
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def describe(self, index: int, row: int, label: int, before: int = 0) -> str:

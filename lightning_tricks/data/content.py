@@ -11,12 +11,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.process import has_ended, process_tag
+from lightning_tricks.accounting.device_speed import available_cores
 
 RECORD = "known_content.json"  # in the cache's folder
 
@@ -67,26 +69,37 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> None:
         raise UsageError(f"cache_dir: cannot write to {folder.parent} ({reason}); set cache_dir") from error
 
 
+_HASHED_AT_ONCE = 256  # files, after which their hashes are recorded: of a killed start little is read again
+
+
 def file_hashes(paths: Sequence[Path], cache_dir: Path) -> list[str]:
     """The SHA-256 of each file.
 
     Raises:
         UsageError: a file cannot be read.
     """
-    known, new, hashes = _read(cache_dir, "files"), dict[str, Any](), list[str]()
-    for path in paths:
-        try:
-            stat = path.stat()  # before the content: what changes meanwhile is read again the next time
-            marks = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-            entry = known.get(key := os.path.abspath(path))
-            if not (isinstance(entry, list) and entry[:-1] == marks):
-                with path.open("rb") as file:
-                    entry = new[key] = [*marks, hashlib.file_digest(file, "sha256").hexdigest()]
-        except OSError as error:
-            raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
-        hashes.append(str(entry[-1]))
-    _add(cache_dir, "files", new)
+    hashes = list[str]()
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for batch in (paths[start : start + _HASHED_AT_ONCE] for start in range(0, len(paths), _HASHED_AT_ONCE)):
+            known = _read(cache_dir, "files")
+            keys = [os.path.abspath(path) for path in batch]
+            entries = list(pool.map(_entry, batch, [known.get(key) for key in keys]))
+            hashes += [str(entry[-1]) for entry in entries]
+            _add(cache_dir, "files", {k: e for k, e in zip(keys, entries, strict=True) if e != known.get(k)})
     return hashes
+
+
+def _entry(path: Path, known: Any) -> list[Any]:
+    """A file's size and times with its hash; it is read only where size and times are not the known ones."""
+    try:
+        stat = path.stat()  # before the content: what changes meanwhile is read again the next time
+        marks = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        if isinstance(known, list) and known[:-1] == marks:
+            return known
+        with path.open("rb") as file:
+            return [*marks, hashlib.file_digest(file, "sha256").hexdigest()]
+    except OSError as error:
+        raise UsageError(f"files: {path} cannot be read ({error.strerror or error})") from error
 
 
 def known_revision(name: str, cache_dir: Path, recorded: bool) -> str:

@@ -183,7 +183,19 @@ class MixtureData(TokenDataModule):
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Look at each source as its own check does; a line on them, for `check`."""
+        if not self._share_tokenizer(learn=False):
+            texts = ", ".join(part.corpus.description for part in self._parts.values() if isinstance(part, TextData))
+            return f"fit learns a tokenizer of {self._vocab_size_to_learn:,} tokens first, or prepare, from {texts}"
         return "; ".join(f"{name}: {part.check_sample(vocab_size)}" for name, part in self._parts.items())
+
+    def is_prepared(self) -> bool:
+        """Whether all texts are tokenized."""
+        return self._share_tokenizer(learn=False) and all(part.is_prepared() for part in self._parts.values())
+
+    def prepare_share(self, rank: int, world: int) -> int:
+        """See `TextData.prepare_share`, for all sources of text."""
+        self._share_tokenizer()
+        return sum(part.prepare_share(rank, world) for part in self._parts.values() if isinstance(part, TextData))
 
     def prepare_data(self) -> None:
         """Tokenize sources of text into the cache, unless that has been done."""
@@ -198,8 +210,6 @@ class MixtureData(TokenDataModule):
         """Open the sources and check that one tokenizer wrote all of them."""
         self._share_tokenizer()
         opened = self._opened()
-        if self.document_ids and self.eot_id is None:
-            raise UsageError("document_ids=True: documents end at the end-of-text token; give tokenizer")
         self.use(opened, self._given_tokenizer, self._tokenizer_name)
         if self._given_tokenizer is None and self.vocab_size is not None:
             self.check_ids(self.vocab_size, "vocab_size")
@@ -209,13 +219,17 @@ class MixtureData(TokenDataModule):
         """The sources, each with its own order."""
         opened = {name: part.open_source() for name, part in self._parts.items()}
         for name, source in opened.items():
+            self._parts[name].sources = [source]  # by which it finds the file of a token
             if "train" not in source.streams:
                 raise UsageError(f"sources: {name} has no training tokens; leave it out")
             source.name, source.seed = name, derive_key(self.seed, *name.encode())
         return [*opened.values()]
 
-    def _share_tokenizer(self) -> None:
+    def _share_tokenizer(self, learn: bool = True) -> bool:
         """Give each source the tokenizer of the mixture, of the other sources, or one learned from all texts.
+
+        Returns:
+            Whether it is known; without `learn`, it may have to be learned.
 
         Raises:
             UsageError: sources have different ones.
@@ -232,7 +246,9 @@ class MixtureData(TokenDataModule):
             raise UsageError(f"sources: {first} and {second} have different tokenizers; encode both with one")
         texts = [part for part in self._parts.values() if isinstance(part, TextData)]
         if not known and texts:
-            path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir)
+            path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir, learn)
+            if path is None:
+                return False
             tokenizer, _ = open_tokenizer(str(path))
             assert tokenizer is not None
             known[""] = ("", tokenizer, f"BPE of {vocabulary_size(tokenizer)} tokens learned from {len(texts)} sources")
@@ -245,6 +261,7 @@ class MixtureData(TokenDataModule):
         if len(ends) > 1:
             raise UsageError(f"sources: their eot_id are {sorted(ends)}: documents of all end with the same token")
         self.eot_id = next(iter(ends), None)
+        return True
 
     # ---- which row comes from where
 
@@ -403,14 +420,14 @@ def _names(given: Sequence[MixtureSource]) -> list[str]:
 
 
 def _name_of(data: TokenDataModule | str) -> str:
-    """The name of the first file, folder or dataset."""
+    """The name of the first file or dataset, or of the folder in which a glob looks."""
     first: Any = data
     if isinstance(data, TextData):
         first = data.hf_dataset or (data.files or ["stdlib"])[0]
     elif isinstance(data, TokenData):
         first = data.train if isinstance(data.train, str) else data.train[0]
-    name = Path(str(first)).name.partition(".")[0].rstrip("_*")
-    return name or Path(str(first)).parent.name
+    path = Path(str(first))
+    return path.parent.name if "*" in path.name and path.parent.name else path.name.partition(".")[0].strip("_*")
 
 
 def _positive(option: str, weights: Mapping[str, float]) -> dict[str, float]:

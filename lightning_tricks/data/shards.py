@@ -1,6 +1,6 @@
-"""Token files: read and write the shards of llm.c, read the headerless ones of nanoGPT, and many of them as one array.
+"""Shards of tokens: write those of llm.c, and read many, of any of the formats, as one array.
 
-A shard is an array of token ids on disk. It is memory-mapped, so a terabyte of it costs no memory.
+A shard is an array of token ids in a file. It is memory-mapped, so a terabyte of it costs no memory.
 """
 
 import hashlib
@@ -13,10 +13,16 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks.data.remote import RemoteFile, each
+from lightning_tricks.data.token_formats import (
+    FORMATS,
+    HEADER_INTS,
+    File,
+    ShardFormat,
+    TokenDtype,
+    open_parts,
+)
 
-HEADER_INTS = 256  # int32 values: magic, version, number of tokens, zeros
-FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic: (version, dtype)
 SHARD_TOKENS = 100_000_000  # 200 MB a file, as llm.c cuts FineWeb
 BLOCK_BYTES, SAMPLED_BLOCKS = 4096, 256  # of all files together, for a fingerprint
 
@@ -35,59 +41,34 @@ def write_header(file: BinaryIO, dtype: type[np.unsignedinteger], tokens: int) -
     file.write(header.tobytes())
 
 
-def open_shard(path: Path, shard_format: str = "auto") -> NDArray[np.unsignedinteger]:
-    """Memory-map the tokens of one shard, read-only.
+def open_shard(path: Path, shard_format: ShardFormat = "auto") -> NDArray[np.integer]:
+    """Memory-map the tokens of one shard, read-only: (tokens,), of an unsigned type.
 
     Args:
         path: the file.
-        shard_format: `auto` and `llm.c` read llm.c's header and refuse a file without it; `nanogpt` takes the whole
-            file as uint16, because it has no header by which to recognise it.
-
-    Returns:
-        (tokens,) uint16 or uint32.
+        shard_format: as in `TokenData`.
 
     Raises:
-        UsageError: the file is missing, has a wrong magic or version, or is cut short.
-
-    Source: `write_datafile` in https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py (GPT-2: magic
-    20240520, version 1, uint16; Llama 3: 20240801, version 7, uint32) and
-    https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py (bare uint16).
+        UsageError: see `open_parts`.
     """
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    except OSError as error:
-        raise UsageError(f"shard {path}: cannot be read ({error.strerror}); check the path") from error
-    if shard_format == "nanogpt":
-        if size == 0 or size % 2:
-            raise UsageError(f"shard {path}: {size} bytes are no row of 2-byte tokens; write the file again")
-        return np.memmap(path, dtype="<u2", mode="r")
-    magic = int(header[0]) if len(header) else None
-    if len(header) < HEADER_INTS or magic not in FORMATS:
-        raise UsageError(
-            f"shard {path}: wrong magic {magic} (llm.c's are {', '.join(map(str, FORMATS))}); "
-            "if it is nanoGPT's headerless uint16, set shard_format: nanogpt"
-        )
-    version, dtype = FORMATS[magic]
-    if header[1] != version:
-        raise UsageError(f"shard {path}: version {header[1]} of magic {magic}, expected {version}; write it again")
-    tokens, present = int(header[2]), (size - 4 * HEADER_INTS) // np.dtype(dtype).itemsize
-    if tokens < 1 or present < tokens:
-        raise UsageError(f"shard {path}: cut short, {present} tokens where its header says {tokens}; copy it again")
-    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", offset=4 * HEADER_INTS, shape=(tokens,))
+    (part,) = open_parts(path, shard_format)
+    return part.tokens[:]
 
 
-def fingerprint(paths: Sequence[Path]) -> str:
+def fingerprint(paths: Sequence[File]) -> str:
     """16 hexadecimal digits that depend on the contents of files, in their order, and not on their names.
 
     Read are the sizes and blocks of 4 KiB at equal distances, the first and the last of a file among them: 256 blocks
     of all files together, at least one (then its middle) and at most 64 of each, so a terabyte costs as many reads as
     it has files. A change that leaves the sizes and these blocks as they were, such as of a few tokens between them, is
-    not noticed.
+    not noticed. A remote file is known by its size and version, and not read.
     """
     digest = hashlib.sha256()
     number = min(max(SAMPLED_BLOCKS // max(len(paths), 1), 1), 64)
     for path in paths:
+        if isinstance(path, RemoteFile):
+            digest.update(f"{path.size} {path.version}".encode())
+            continue
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             last = max(size - BLOCK_BYTES, 0)
@@ -199,17 +180,26 @@ _CHUNK = 1 << 24  # tokens compared at once in a scan
 
 
 class TokenStream:
-    """The tokens of several shards, in the order of `paths`; see `open_shard` for their formats and errors.
+    """The tokens of several shards, in the order of `sources`; see `open_parts` for their formats and errors.
 
     A token is known by its offset, counted from 0 over all shards.
 
-    It is pickled as paths, so that loader workers map the files themselves instead of receiving a copy.
+    It is pickled as its arguments, so that loader workers map the files themselves instead of receiving a copy.
+
+    Args:
+        sources: files, local or remote; of a folder of litdata or MDS, its `index.json`.
+        shard_format: as in `TokenData`.
+        token_dtype: likewise.
     """
 
-    def __init__(self, paths: list[Path], shard_format: str = "auto") -> None:
-        self.paths, self.shard_format = paths, shard_format
-        # plain arrays over the mapped files: a slice of a np.memmap takes ten times as long
-        self._shards = [np.asarray(open_shard(path, shard_format)) for path in paths]
+    def __init__(
+        self, sources: Sequence[File], shard_format: ShardFormat = "auto", token_dtype: TokenDtype | None = None
+    ) -> None:
+        self._arguments = {"sources": sources, "shard_format": shard_format, "token_dtype": token_dtype}
+        opened = each(lambda file: open_parts(file, shard_format, token_dtype), sources)
+        self._parts = [part for parts in opened for part in parts]
+        self.paths = [part.file for part in self._parts]
+        self._shards = [part.tokens for part in self._parts]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         self._maxima: dict[int, int] = {}
 
@@ -217,7 +207,7 @@ class TokenStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self.paths, "shard_format": self.shard_format}
+        return self._arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -245,7 +235,35 @@ class TokenStream:
             return self._shards[shard][index : index + count]
         return self.read(start, count)
 
-    def place(self, offset: int) -> tuple[Path, int]:
+    @property
+    def knows_documents(self) -> bool:
+        """Whether each shard has an index of its documents; else they end at the end-of-text token."""
+        return all(part.ends is not None for part in self._parts)
+
+    def document_ends(self, start: int, stop: int, eot_id: int | None) -> NDArray[np.int64]:
+        """Offsets after the last tokens of documents, above `start` and up to `stop`, ascending.
+
+        They are those of the indexes beside or in the shards, which only the first question reads.
+
+        Args:
+            start: offset of a token.
+            stop: offset after the last one, at most the length of the stream.
+            eot_id: the end-of-text token, by which documents end where a shard's format has no index of them.
+
+        Raises:
+            UsageError: an index contradicts itself or its shard.
+        """
+        if not self.knows_documents:
+            return np.flatnonzero(self.view(start, stop - start) == eot_id) + start + 1
+        found = [np.empty(0, dtype=np.int64)]
+        for number in range(self._locate(start)[0], self._locate(stop - 1)[0] + 1 if stop > start else 0):
+            before = int(self._ends[number]) - len(self._shards[number])
+            ends = self._parts[number].ends_between(max(start - before, 0), min(stop, int(self._ends[number])) - before)
+            assert ends is not None
+            found.append(ends + before)
+        return np.concatenate(found)
+
+    def place(self, offset: int) -> tuple[File, int]:
         """The shard that holds `offset`, and the token's index in it."""
         shard, index = self._locate(offset)
         return self.paths[shard], index
@@ -265,19 +283,18 @@ class TokenStream:
             counts[offset] = seen
         return [counts[offset] for offset in offsets]
 
-    def document_ends(self, start: int, stop: int, eot_id: int) -> NDArray[np.int64]:
-        """Offsets after the end-of-text tokens, above `start` and up to `stop`, ascending."""
-        return np.flatnonzero(self.view(start, stop - start) == eot_id) + start + 1
-
     def first_at_least(self, bound: int, limit: int) -> int | None:
         """Offset of the first id >= `bound` among the first `limit` tokens, None when there is none.
 
-        The largest id of each shard is remembered, so a second question is answered without reading.
+        The largest id of each shard is remembered, so a second question is answered without reading. Remote shards are
+        passed over: their ids are checked in each batch.
         """
         for number, (shard, end) in enumerate(zip(self._shards, self._ends.tolist(), strict=True)):
             before = end - len(shard)
             if before >= limit:
                 break
+            if isinstance(self.paths[number], RemoteFile):
+                continue
             if number not in self._maxima:
                 self._maxima[number] = max(int(shard[i : i + _CHUNK].max()) for i in range(0, len(shard), _CHUNK))
             if self._maxima[number] >= bound:

@@ -1,27 +1,19 @@
 """Batches from text, which is tokenized once into a folder of shards in the cache, and then read by position.
 
-The folder has tokenizer.json, train_*.bin, val_*.bin and meta.json. It is built in a temporary folder beside it, which
-is then renamed: a reader sees the whole folder or none, even if several processes build it at once or one is killed.
-A document is held out for validation if its hash is small. That depends on its own text alone, so no document moves
-between training and validation when others are added or reordered, and duplicates are never in both. (`text_files` says
-how files are cut into documents.)
+The folder has tokenizer.json, train_*.bin, val_*.bin and meta.json; a reader sees the whole folder or none.
+`tokenize_corpus` says how it is made, and which documents are held out; `text_files` how files are cut into documents.
 """
 
 import hashlib
 import json
 import os
-import platform
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
@@ -31,8 +23,14 @@ from lightning_tricks.data.base import Source, TokenDataModule
 from lightning_tricks.data.content import build_once, default_cache_dir
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.packed_rows import Packing
-from lightning_tricks.data.shards import ByteCorrections, ShardWriter, TokenStream, token_dtype
-from lightning_tricks.data.text_encoder import encode_all
+from lightning_tricks.data.shards import ByteCorrections, TokenStream
+from lightning_tricks.data.tokenize_corpus import (
+    FORMAT_VERSION,
+    TokenizedCorpus,
+    document_hash,
+    training_sample,
+    validation_threshold,
+)
 from lightning_tricks.data.tokenizer import (
     end_of_text,
     load_tokenizer,
@@ -46,142 +44,47 @@ from lightning_tricks.data.tokenizer import (
 __all__ = ["TextData"]
 
 
-FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
-BPE_BYTES = 200_000_000  # a tokenizer learns from at most this much training text
-
-
-def document_hash(document: str) -> int:
-    """64 bits of the document's SHA-256."""
-    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8], "big")
-
-
-def validation_threshold(documents: Iterable[str], val_fraction: float) -> int:
-    """The bound below which a document's hash puts it into validation.
-
-    Normally `val_fraction * 2**64`. If that selects none of a few documents, or all of them, the document nearest to
-    the bound goes to the empty part. Reading stops as soon as both parts are known to have a document.
-
-    Raises:
-        UsageError: there are not two different documents, one for each part.
-    """
-    threshold = round(val_fraction * 2**64)
-    low, high = 2**64, -1
-    for document in documents:
-        number = document_hash(document)
-        low, high = min(low, number), max(high, number)
-        if low < threshold <= high:
-            return threshold
-    if low >= high:
-        found = "no text" if high < 0 else "one document"
-        raise UsageError(f"files: {found} where training and validation need a document each; add text")
-    return low + 1 if low >= threshold else high
-
-
-def tokenize_corpus(
-    corpus: Corpus, folder: Path, tokenizer: Tokenizer | None, vocab_size: int, val_fraction: float
-) -> None:
-    """Write the shards of `corpus` into an empty folder, each document followed by the end-of-text token.
-
-    Without a tokenizer, learn a byte-level BPE of `vocab_size` tokens from the training documents.
-    """
-    threshold = 2**64 if val_fraction == 1 else validation_threshold(corpus.documents(), val_fraction)
-    if tokenizer is None:
-        say(f"Learning a tokenizer of {vocab_size} tokens from {corpus.description}", file=sys.stderr)
-        tokenizer = train_bpe(_sample(corpus, threshold), vocab_size)
-    # not tokenizer.save, whose errors do not say that they are the disk's
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    splits = _write_splits(corpus, folder, tokenizer, threshold)
-    size = vocabulary_size(tokenizer)
-    meta = {
-        "format_version": FORMAT_VERSION,
-        "source": corpus.description,
-        "python": platform.python_version(),
-        "val_fraction": val_fraction,
-        "vocab_size": size,
-        "dtype": np.dtype(token_dtype(size)).name,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        **splits,
-    }
-    with (folder / "meta.json").open("w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path | None]:
+def training_files(
+    corpus: Corpus, val_fraction: float, numbers: Collection[int], drop_duplicates: bool
+) -> dict[int, Path | None]:
     """The files of training documents, by their numbers in the stream from 0; reads the text up to the last of them."""
-    found: dict[int, Path | None] = {}
     if not numbers:
-        return found
-    threshold = validation_threshold(corpus.documents(), val_fraction)
-    training = (path for path, document in corpus.located() if document_hash(document) >= threshold)
-    for number, path in enumerate(islice(training, max(numbers) + 1)):
-        if number in numbers:
-            found[number] = path
-    return found
+        return {}
+    threshold, seen = validation_threshold(corpus.documents(), val_fraction), set[int]()
+
+    def training() -> Iterator[Path | None]:
+        for path, document in corpus.located():
+            if (number := document_hash(document)) < threshold or number in seen:
+                continue
+            if drop_duplicates:
+                seen.add(number)
+            yield path
+
+    paths = enumerate(islice(training(), max(numbers) + 1))
+    return {number: path for number, path in paths if number in numbers}
 
 
-def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path) -> Path:
-    """The file of a byte-level BPE learned from the training documents of all texts, equally much of each."""
+def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path, learn: bool = True) -> Path | None:
+    """The file of a byte-level BPE learned from the training documents of all texts, equally much of each.
+
+    Without `learn`, None where there is none yet.
+    """
     identities = [(part.corpus.identity(cache_dir, part.is_recorded), part.val_fraction) for part in texts]
     key = hashlib.sha256(repr((FORMAT_VERSION, identities, vocab_size)).encode()).hexdigest()[:16]
 
     def build(folder: Path) -> None:
         say(f"Learning a tokenizer of {vocab_size} tokens from {len(texts)} sources", file=sys.stderr)
         samples = (
-            _sample(part.corpus, validation_threshold(part.corpus.documents(), part.val_fraction), len(texts))
+            training_sample(part.corpus, validation_threshold(part.corpus.documents(), part.val_fraction), len(texts))
             for part in texts
         )
         tokenizer = train_bpe(chain.from_iterable(samples), vocab_size)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
-    build_once(cache_dir / f"tokenizer-{key}", build)
-    return cache_dir / f"tokenizer-{key}" / "tokenizer.json"
-
-
-def _sample(corpus: Corpus, threshold: int, texts: int = 1) -> Iterator[str]:
-    """Training documents, until there is enough to learn a tokenizer from, together with as much of the other texts."""
-    seen = 0
-    for document in corpus.documents():
-        if seen >= BPE_BYTES // texts:
-            return
-        if document_hash(document) >= threshold:
-            seen += len(document)
-            yield document
-
-
-def _write_splits(corpus: Corpus, folder: Path, tokenizer: Tokenizer, threshold: int) -> dict[str, dict[str, Any]]:
-    """Write both parts; of each, return its size, and the SHA-256 of its documents, one after the other in UTF-8.
-
-    If all is held out, there is no training part, and an end-of-text token comes first: the first token of a stream has
-    no loss, and each byte of the text shall count.
-    """
-    end, size = end_of_text(tokenizer), vocabulary_size(tokenizer)
-    splits = ("val",) if threshold == 2**64 else ("train", "val")
-    counts = {split: {"documents": 0, "bytes": 0} for split in splits}
-    hashes = {split: hashlib.sha256() for split in counts}
-    quiet = not sys.stderr.isatty()
-    if quiet:
-        say(f"Tokenizing {corpus.description}", file=sys.stderr)
-    corrections = ByteCorrections(folder, token_texts(tokenizer))
-    with ExitStack() as stack:
-        writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
-        bar = tqdm(desc="Tokenizing", total=corpus.n_bytes, unit="B", unit_scale=True, disable=quiet, leave=False)
-        stack.enter_context(bar)
-        if "train" not in splits:
-            writers["val"].append(np.array([end]))
-        for document, ids in encode_all(tokenizer, corpus.documents()):
-            raw = document.encode()
-            split = "val" if document_hash(document) < threshold else "train"
-            writers[split].append(np.append(ids, end))
-            if split == "val":
-                corrections.add(ids, len(raw), writers[split].tokens - 1)
-            hashes[split].update(raw)
-            counts[split]["documents"] += 1
-            counts[split]["bytes"] += len(raw)
-            bar.update(len(raw))
-    corrections.save()
-    return {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
+    folder = cache_dir / f"tokenizer-{key}"
+    if learn:
+        build_once(folder, build)
+    return folder / "tokenizer.json" if folder.is_dir() else None
 
 
 SEARCHED_BYTES = 4_000_000_000  # of text, in which the file of a document is looked for
@@ -191,8 +94,8 @@ class TextData(TokenDataModule):
     """Language-model batches from text; without arguments, from Python's standard library, which every machine has.
 
     `prepare_data` learns a byte-level BPE from the training documents (or takes yours), encodes each document followed
-    by an end-of-text token, and writes shards into the cache, where a second run finds them. If it is killed, no
-    incomplete data set is left. Documents are held out for validation by their hash.
+    by an end-of-text token, and writes shards into the cache, where a second run finds them. If it is killed, the next
+    start goes on with the parts that are missing. Documents are held out for validation by their hash.
 
     Training batches are `input_ids` and `labels`, (micro_batch_size, seq_len) int64, `labels[:, t]` being the token
     after `input_ids[:, t]`. They are addressed by position: a step has the same rows whatever the number of workers,
@@ -201,8 +104,9 @@ class TextData(TokenDataModule):
     `n_bytes` gives the bytes behind those that do.
 
     Args:
-        files: a path, folder or glob, or a list of them: .jsonl and .parquet (each row is a document), .txt and any
-            other UTF-8 text; .gz too. None means the Python standard library's sources without its tests.
+        files: a path, folder, glob or URL (`s3://`, `gs://`, `hf://`), or a list of them: .jsonl and .parquet (each row
+            is a document), .txt and any other UTF-8 text; with .gz and .zst too. None means the Python standard
+            library's sources without its tests.
         hf_dataset: a Hugging Face dataset instead, `owner/name` or `owner/name:config`; its train split is streamed.
         text_field: the key or column that holds the text in .jsonl, .parquet and datasets.
         tokenizer: a `tokenizers` JSON file, or a checkpoint, which holds its own; None learns a byte-level BPE.
@@ -217,6 +121,7 @@ class TextData(TokenDataModule):
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
             in which no document is cut that fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`.
+        drop_duplicates: leave out each document of which an equal one came before; see `prepare_share`.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -238,6 +143,7 @@ class TextData(TokenDataModule):
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
+        drop_duplicates: bool = False,
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
@@ -250,12 +156,8 @@ class TextData(TokenDataModule):
         self.files = None if given is None else [str(file) for file in given]
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
-        self.hf_dataset, self.text_field, self.val_fraction, self.packing = (
-            hf_dataset,
-            text_field,
-            val_fraction,
-            packing,
-        )
+        self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
+        self.drop_duplicates, self.packing = drop_duplicates, packing
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
@@ -326,15 +228,39 @@ class TextData(TokenDataModule):
         given = self._given_tokenizer
         tokenizer = self._vocab_size_to_learn if given is None else tokenizer_sha256(given)
         identity = self.corpus.identity(self.cache_dir, self.is_recorded)
-        key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction))
+        options = ("drop_duplicates",) if self.drop_duplicates else ()
+        key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction, *options))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+    def is_prepared(self) -> bool:
+        """Whether the text is tokenized."""
+        return self.folder.exists()
 
     def prepare_shards(self) -> None:
         """Tokenize into the cache, unless that has been done."""
-        settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
+        self.prepare_share(0, 1)
+
+    def prepare_share(self, rank: int, world: int) -> int:
+        """Tokenize one share of the text into a cache that all ranks see; the last one to finish makes the data set.
+
+        Ranks need not run at once. The data set is the same for each number of them.
+
+        Args:
+            rank: of this process, from 0.
+            world: number of shares.
+
+        Returns:
+            Number of parts that other ranks have yet to make; the data set is there when it is 0.
+
+        Raises:
+            UsageError: also for `drop_duplicates`, which compares all documents in one process.
+        """
+        if self.drop_duplicates and world > 1:
+            raise UsageError(f"drop_duplicates=True: with world={world} no rank sees all documents; leave world out")
         with suppress(OSError):  # for the record of the text's hashes; `build_once` says what is wrong
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-        build_once(self.folder, lambda folder: tokenize_corpus(self.corpus, folder, *settings))
+        settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction, self.drop_duplicates
+        return TokenizedCorpus(self.corpus, self.folder, *settings).build(rank, world)
 
     def prepare_data(self) -> None:
         """Tokenize into the cache, and plan packed rows, unless that has been done."""
@@ -378,7 +304,7 @@ class TextData(TokenDataModule):
         if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
             return [None] * len(offsets)
         numbers = self.streams["train"].count_before(self.eot_id, offsets)
-        files = training_files(corpus, self.val_fraction, set(numbers))
+        files = training_files(corpus, self.val_fraction, set(numbers), self.drop_duplicates)
         return [files.get(number) for number in numbers]
 
     def data_summary(self) -> str:
@@ -386,8 +312,10 @@ class TextData(TokenDataModule):
         val = self.meta["val"]
         if (train := self.meta.get("train")) is None:
             return f"{self.corpus.description}: {val['bytes']:,} bytes, {val['tokens']:,} tokens"
+        dropped = self.meta.get("dropped_duplicates")
         return (
             f"{self.corpus.description}: {train['documents'] + val['documents']:,} documents, "
+            f"{f'{dropped:,} duplicates dropped, ' if dropped else ''}"
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
             f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token"
             f"{self.sources[0].packed_summary}; {self.folder}"

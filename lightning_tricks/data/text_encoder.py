@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 _OLDEST = (0, 13)  # of tiktoken: before it, a long run without a space took quadratic time
 _LONGEST_SPACE = 100_000  # its regular expressions run out of stack in a run of 500,000 whitespace characters
+_TEN_SPACES = re.compile(r"\s{10}")
 _COMPARED = 1 << 20  # characters of the first documents, for which both must give the same ids
-_TASK, _TOKENIZERS_TASK = 1 << 16, 1 << 20  # characters encoded at once; tokenizers has threads of its own
+_TASK, _TOKENIZERS_TASK = 1 << 16, 1 << 20  # characters encoded at once
 _UNKNOWN, _EQUAL, _DIFFERENT = range(3)
 _ODD = (
     "a  b   c\t\td \t e\n f\n\n\n  g \r\n\r\nh  ",
@@ -39,34 +40,62 @@ _ODD = (
 
 
 def encode_all(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """Each document with its token ids, (n,) int64, without special tokens, whose names are text.
+    """Each document with its token ids, by all cores; see `TextEncoder.encode_all`."""
+    return TextEncoder(tokenizer).encode_all(documents, available_cores())
 
-    Other threads encode the next documents while the caller takes these. The first ones are encoded by `tokenizers`,
-    which suffices for a short text; where tiktoken gives all of them the same ids, it encodes what follows.
+
+class TextEncoder:
+    """Encodes documents; tiktoken is compared with the tokenizer once, on the first documents.
 
     Args:
         tokenizer: see `as_text_only`.
-        documents: read as far ahead as they are encoded, a few megabytes.
     """
-    documents = iter(documents)
-    first = next(_tasks(documents, _COMPARED), [])
-    expected = _by_tokenizers(tokenizer, first)
-    yield from zip(first, expected, strict=True)
-    if not (second := next(_tasks(documents, 0), [])):
-        return
-    fast = fast_bpe(tokenizer)
-    if fast is not None and not all(map(_equal_or_not_taken, map(fast.encode, first), expected)):
-        fast = None
-    threads, size = (1, _TOKENIZERS_TASK) if fast is None else (available_cores(), _TASK)
-    pending: deque[tuple[list[str], Future[list[NDArray[np.int64]]]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for task in chain([second], _tasks(documents, size)):
-            pending.append((task, pool.submit(_encode, tokenizer, fast, task)))
-            if len(pending) > 2 * threads:
-                done, ids = pending.popleft()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._fast, self._compared = tokenizer, cast("FastBPE | None", None), False
+
+    def encode_all(self, documents: Iterable[str], threads: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """Each document with its token ids, (n,) int64, without special tokens, whose names are text.
+
+        The first megabyte is encoded by `tokenizers`, which suffices for a short text; where tiktoken gives all of its
+        documents the same ids, it encodes what follows.
+
+        Args:
+            documents: read as far ahead as they are encoded, a few megabytes.
+            threads: with several, they encode the next documents while the caller takes these.
+        """
+        documents = iter(documents)
+        if not self._compared:
+            first = next(_tasks(documents, _COMPARED), [])
+            expected = _by_tokenizers(self.tokenizer, first)
+            yield from zip(first, expected, strict=True)
+            if not (second := next(_tasks(documents, 0), [])):
+                return
+            self._fast, self._compared = fast_bpe(self.tokenizer), True
+            if self._fast and not all(map(_equal_or_not_taken, map(self._fast.encode, first), expected)):
+                self._fast = None
+            documents = chain(second, documents)
+        tasks = _tasks(documents, _TOKENIZERS_TASK if self._fast is None else _TASK)
+        if threads == 1:
+            for task in tasks:
+                yield from zip(task, _encode(self.tokenizer, self._fast, task), strict=True)
+            return
+        threads = 1 if self._fast is None else threads  # tokenizers has threads of its own
+        pending: deque[tuple[list[str], Future[list[NDArray[np.int64]]]]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            for task in tasks:
+                pending.append((task, pool.submit(_encode, self.tokenizer, self._fast, task)))
+                if len(pending) > 2 * threads:
+                    done, ids = pending.popleft()
+                    yield from zip(done, ids.result(), strict=True)
+            for done, ids in pending:
                 yield from zip(done, ids.result(), strict=True)
-        for done, ids in pending:
-            yield from zip(done, ids.result(), strict=True)
+
+    def compare(self, documents: Iterable[str]) -> None:
+        """Compare with tiktoken now, so that copies of this process need not."""
+        for _ in self.encode_all(documents, threads=1):
+            if self._compared:
+                return
 
 
 def _tasks(documents: Iterator[str], size: int) -> Iterator[list[str]]:
@@ -128,10 +157,10 @@ class FastBPE:
                 return None
         elif self._state[0] == _DIFFERENT:
             return None
-        if len(document) >= _LONGEST_SPACE and _longest_space(document) >= _LONGEST_SPACE:
+        # as long a run meets ten of these characters, and a search of all is slow
+        if _TEN_SPACES.search(document[:: _LONGEST_SPACE // 10]) and _longest_space(document) >= _LONGEST_SPACE:
             return None
-        ranks = self._encoding.encode_ordinary(document)
-        return self._ids[np.fromiter(ranks, dtype=np.int64, count=len(ranks))]
+        return self._ids.take(self._encoding.encode_to_numpy(document, disallowed_special=()))
 
     def _normalized(self, document: str) -> str:
         return document if self._normalizer is None else self._normalizer.normalize_str(document)
@@ -208,7 +237,9 @@ def fast_bpe(tokenizer: Tokenizer) -> FastBPE | None:
     ids = np.zeros(max(ranks.values()) + 1, dtype=np.int64)
     for token, rank in ranks.items():
         ids[rank] = vocab["".join(alphabet[byte] for byte in token)]
-    encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    # without any special token, encode_to_numpy looks for the empty string at each character
+    special = {"<|not cut out|>": len(ids)}
+    encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return FastBPE(encoding, ids, tokenizer, pattern)
 
 

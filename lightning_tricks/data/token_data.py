@@ -1,20 +1,23 @@
-"""Batches from existing token shards: llm.c's, nanoGPT's, or those of TextData."""
+"""Batches from existing token shards, in place: those of TextData and of other programs, local or behind a URL."""
 
 import glob
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
 from lightning_tricks.data.content import default_cache_dir
 from lightning_tricks.data.packed_rows import Packing
+from lightning_tricks.data.remote import BlockCache, find_remote
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
+from lightning_tricks.data.token_formats import File, ShardFormat, TokenDtype, file_size
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
 __all__ = ["TokenData"]
@@ -27,7 +30,8 @@ class TokenData(TokenDataModule):
     with others says so in one line.
 
     Args:
-        train: training shards: a path or glob, or a list of them, read in sorted order.
+        train: training shards: a path, a glob, or a URL such as s3://bucket/train_*.bin, of files or folders, or a list
+            of them; the files of each are read in sorted order, or in that of an `index.json`.
         val: validation shards, likewise; None means no validation.
         tokenizer: the `tokenizers` JSON file that wrote them, or a checkpoint trained on them; with it,
             checkpoints hold the tokenizer, and validation batches have `n_bytes` unless it may change a text.
@@ -38,14 +42,19 @@ class TokenData(TokenDataModule):
         seed: of the order of the training rows.
         document_ids: add `document_ids` and `document_starts`, so that attention can stay within documents.
         eot_id: the end-of-text token; None takes the tokenizer's.
-        shard_format: `auto` and `llm.c` read llm.c's header, `nanogpt` takes files as bare uint16.
+        shard_format: `auto` finds the format by an `index.json`, by llm.c's header, or by the index of Megatron or
+            datatrove beside a file; `nanogpt` and `olmo` are bare ids, which nothing tells.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training tokens every `seq_len`; `best_fit` plans rows in which no document is cut that
             fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`. It needs the end-of-text token.
-        cache_dir: folder for that plan; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
+        token_dtype: of ids whose files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
+        cache_dir: folder for that plan, and for blocks of remote files; None means $XDG_CACHE_HOME/lightning_tricks or
+            ~/.cache/lightning_tricks.
+        cache_gib: bound of the size of these blocks; the least recently read are dropped.
 
     Raises:
-        UsageError: bad options, no such shard, a wrong magic, a file cut short, ids or a tokenizer that do not fit.
+        UsageError: bad options, no such shard, a shard that is cut or not what its header or index says, a bucket that
+            refuses, ids or a tokenizer that do not fit.
     """
 
     def __init__(
@@ -60,28 +69,31 @@ class TokenData(TokenDataModule):
         seed: int = 0,
         document_ids: bool = False,
         eot_id: int | None = None,
-        shard_format: Literal["auto", "llm.c", "nanogpt"] = "auto",
+        shard_format: ShardFormat = "auto",
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
+        token_dtype: TokenDtype | None = None,
         cache_dir: str | None = None,
+        cache_gib: float = 64,
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
-        self.train, self.val, self.shard_format, self.packing = train, val, shard_format, packing
+        self.train, self.val, self.packing = train, val, packing
+        self.shard_format, self.token_dtype = shard_format, token_dtype
+        check_choice("shard_format", shard_format, ShardFormat)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self._cache = BlockCache(self.cache_dir / "remote", cache_gib)
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self.vocab_size, self.eot_id = vocab_size, eot_id
         if self._given_tokenizer is not None:
             known = vocabulary_size(self._given_tokenizer)
             self.vocab_size = known if vocab_size is None else min(vocab_size, known)
             self.eot_id = end_of_text(self._given_tokenizer) if eot_id is None else eot_id
-        if document_ids and self.eot_id is None:
-            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse shards that are not there."""
-        _find("train", self.train)
+        _find("train", self.train, self._cache)
         if self.val is not None:
-            _find("val", self.val)
+            _find("val", self.val, self._cache)
 
     def prepare_data(self) -> None:
         """Plan packed rows, unless that has been done."""
@@ -91,7 +103,7 @@ class TokenData(TokenDataModule):
     def open_source(self) -> Source:
         """Map the shards into memory."""
         streams = self._streams()
-        files = [(path.name, path.stat().st_size) for stream in streams.values() for path in stream.paths]
+        files = [(path.name, file_size(path)) for stream in streams.values() for path in stream.paths]
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
@@ -129,10 +141,10 @@ class TokenData(TokenDataModule):
         return streams
 
     def _open(self, option: str, patterns: str | list[str]) -> TokenStream:
-        paths = _find(option, patterns)
-        for folder in {path.parent for path in paths}:
+        files = _find(option, patterns, self._cache)
+        for folder in {file.parent for file in files if isinstance(file, Path)}:
             self._check_tokenizer(folder)
-        return TokenStream(paths, self.shard_format)
+        return TokenStream(files, self.shard_format, self.token_dtype)
 
     def _check_tokenizer(self, folder: Path) -> None:
         """Compare the tokenizer with the one in the record that TextData writes beside its shards."""
@@ -153,10 +165,10 @@ def holds_tokens(path: str) -> bool:
     return Path(path).suffix in (".bin", ".npy", ".ds") or (Path(path) / "index.json").is_file()
 
 
-def _byte_corrections(paths: list[Path]) -> NDArray[np.int64] | None:
+def _byte_corrections(paths: list[File]) -> NDArray[np.int64] | None:
     """Those beside the shards, where these are the whole validation part of a folder that TextData wrote."""
     folder = paths[0].parent
-    if not (folder / "meta.json").is_file() or paths != sorted(folder.glob("val_*.bin")):
+    if isinstance(folder, str) or not (folder / "meta.json").is_file() or paths != sorted(folder.glob("val_*.bin")):
         return None
     try:
         return ByteCorrections.load(folder)
@@ -164,18 +176,37 @@ def _byte_corrections(paths: list[Path]) -> NDArray[np.int64] | None:
         raise UsageError(f"val: {folder / ByteCorrections.FILE} is damaged ({error}); delete that file") from error
 
 
-def _find(option: str, patterns: str | list[str]) -> list[Path]:
-    """The files of paths or globs, each pattern's sorted.
+def _find(option: str, patterns: str | list[str], cache: BlockCache) -> list[File]:
+    """The files of paths, globs and URLs, each one's sorted, with those of folders in place of folders.
 
     Raises:
         UsageError: a pattern matches nothing.
     """
-    paths: list[Path] = []
+    files = list[File]()
     for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
-        path = str(Path(pattern).expanduser())
-        # a file's own name may have brackets, which a glob reads as a set of characters
-        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-        if not found:
+        before = len(files)
+        if "://" in str(pattern):
+            files += find_remote(str(pattern), cache, _shards_of)
+        else:
+            path = str(Path(pattern).expanduser())
+            # a file's own name may have brackets, which a glob reads as a set of characters
+            for found in map(Path, [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))):
+                files += _shards_of(sorted(found.iterdir())) if found.is_dir() else [found]
+        if len(files) == before:
             raise UsageError(f"{option}={str(pattern)!r}: matches no file; check the path")
-        paths += map(Path, found)
-    return paths
+    return files
+
+
+def _shards_of(folder: Sequence[File]) -> list[File]:
+    """Of the files of a folder, its `index.json`, else those whose ending is that of tokens.
+
+    Raises:
+        UsageError: some are for training and some for validation.
+    """
+    indexes = [file for file in folder if file.name == "index.json"]
+    found = indexes or [file for file in folder if file.name.endswith((".bin", ".ds", ".npy"))]
+    if len({file.name[:3] for file in found} & {"tra", "val"}) == 2:
+        raise UsageError(
+            f"{found[0].parent}: it has shards for training and validation; name some by a glob: train_*.bin"
+        )
+    return found

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.find_modules import clean_name, names_of_others
 from lightning_tricks._core.protocols import KnowsWeights
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
@@ -92,7 +93,9 @@ class InitFrom(pl.Callback):
         checkpoint = read_weights(self.path, read_shards if shards else None, self.average, module)
         if hasattr(module, "check_weights"):
             module.check_weights(checkpoint)
-        weights = matched(module, checkpoint["state_dict"], self.path)
+        absent, given = names_of_others(module), checkpoint["state_dict"]
+        given = checkpoint["state_dict"] = {name: given[name] for name in given if clean_name(name) not in absent}
+        weights = matched(module, given, self.path)
         strategy.load_model_state_dict({"state_dict": weights}, strict=False)  # the names have been compared
         return summary(module, checkpoint, self.path)
 

@@ -21,6 +21,7 @@ BITS = "val/bits_per_byte"
 _VAL_LOSSES, _TRAIN_LOSSES = ROLES["val_loss"], ROLES["loss"]
 _GOODPUT, _SECONDS, _MFU, _BATCH = "goodput/steps", "goodput/wall_seconds", "throughput/mfu", "train/batch_tokens"
 _WANTED = frozenset({BITS, _GOODPUT, _SECONDS, _MFU, _BATCH, *_VAL_LOSSES, *_TRAIN_LOSSES})
+_OF_A_SOURCE = re.compile(r"sources/(.+)/(val_loss|bits_per_byte)")
 ACTIVE_SECONDS = 600.0  # since the last write to a log, after which a run that has not ended counts as stopped
 _SETTINGS = ("config.yaml", "hparams.yaml")
 # Settings that name the run or its place, and not how it trains.
@@ -42,6 +43,7 @@ class Run:
         best_step: optimizer steps done at that validation.
         bits_per_byte: of the last validation.
         best_bits_per_byte: the smallest one.
+        sources: of a mixture, bits per byte of each source in the last validation, or else nats a token.
         tokens: of all steps and processes.
         hours: from the first start to the last write, as GoodputMonitor measures it, else by the times in the logs.
         goodput: share of that time that made progress, the last one of GoodputMonitor.
@@ -60,6 +62,7 @@ class Run:
     best_step: int | None = None
     bits_per_byte: float | None = None
     best_bits_per_byte: float | None = None
+    sources: Mapping[str, float] | None = None
     tokens: int | None = None
     hours: float | None = None
     goodput: float | None = None
@@ -93,7 +96,7 @@ def read_run(
         all_metrics: whether `scalars` is to have all metrics.
     """
     losses = _VAL_LOSSES if val_loss is None else (val_loss,)
-    scalars = read_scalars(folder, None if all_metrics else _WANTED.union(losses))
+    scalars = read_scalars(folder, None if all_metrics else _Wanted(_WANTED.union(losses)))
     document, unread = settings_of(folder)
     saved = _saved_steps(folder)
     steps = max((each for each in (scalars.steps, saved) if each is not None), default=None)
@@ -110,6 +113,7 @@ def read_run(
         best_step=None if best is None else best + 1,
         bits_per_byte=scalars.last(BITS),
         best_bits_per_byte=None if best_bits is None else bits[best_bits],
+        sources=_of_sources(scalars),
         tokens=_tokens(document, scalars, steps),
         hours=seconds / 3600 if seconds is not None else None,
         goodput=scalars.last(_GOODPUT),
@@ -119,6 +123,21 @@ def read_run(
         folder=folder,
         scalars=scalars,
     )
+
+
+class _Wanted(frozenset[str]):
+    """Names of metrics, and those of all sources."""
+
+    def __contains__(self, tag: object) -> bool:
+        return super().__contains__(tag) or _OF_A_SOURCE.fullmatch(str(tag)) is not None
+
+
+def _of_sources(scalars: Scalars) -> dict[str, float] | None:
+    """The last value of each source's validation, by its name."""
+    found = [match for tag in sorted(scalars.metrics) if (match := _OF_A_SOURCE.fullmatch(tag))]
+    kind = "bits_per_byte" if any(match[2] == "bits_per_byte" for match in found) else "val_loss"
+    values = {match[1]: scalars.last(match[0]) for match in found if match[2] == kind}
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def run_folders(folder: Path, command: str, unreadable: list[tuple[str, str]]) -> Iterator[Path]:

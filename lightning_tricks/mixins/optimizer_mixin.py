@@ -34,6 +34,7 @@ from lightning_tricks.optim import (
 )
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.decay_groups import expanded
+from lightning_tricks.optim.freezing import freeze as freeze_parameters
 from lightning_tricks.optim.keep_settings_on_load import parts_of
 from lightning_tricks.optim.limits import Where, refuse_limits
 from lightning_tricks.schedules import Schedule, ScheduleLR, WarmupConstant
@@ -43,6 +44,7 @@ __all__ = ["OptimizerMixin"]
 # keys of a checkpoint
 _FUNCTION_KEY = "optimizer_function"  # text of the function that made the optimizer
 MUP_KEY = "mup"  # the parametrization of its weights
+_FROZEN_KEY = "frozen"  # names of the parameters that `freeze` fitted
 SCHEDULE_KEY = "schedule"  # the schedule that the run followed, and the run's length
 
 
@@ -58,6 +60,9 @@ class OptimizerMixin(Mixin):
     `weights_only=True`, and `load_from_checkpoint` builds them again. The option `optimizer` is a function, and a
     checkpoint holds only its name: to train the loaded module, give the function to `load_from_checkpoint`.
 
+    What `freeze` fits has no gradient from `configure_model` on, before a strategy wraps or shards the module. A module
+    that builds layers in its own `configure_model` calls `super().configure_model()` at its end.
+
     Under `fast_dev_run`, which replaces `max_steps`, the learning rate is constant: the run has no length to follow.
 
     Args:
@@ -69,14 +74,14 @@ class OptimizerMixin(Mixin):
             rule that fits counts.
         mup: the settings are those of a model of another width, and learning rates, decays and initial weights are
             scaled from it; see `MuP`. None: they are this model's.
+        freeze: parameters that are not trained, as part of their names or by role: `[embed, role=norm]`; see
+            `freeze` in optim/freezing.py. They stay as they were drawn or loaded.
         **kwargs: for the next class in the bases.
 
     Raises:
         UsageError: a setting of another kind than these. When training starts: see `build_optimizer` and
             `Schedule.check`; an optimizer that is known not to work under the strategy or precision; a callback that
-            adds parameters in mid-run; a checkpoint that holds weights only, or the state of an optimizer of another
-            class; at load, weights of another MuP.
-
+    XX
     Source: see `default_adamw` and `decay_groups`.
     """
 
@@ -89,6 +94,7 @@ class OptimizerMixin(Mixin):
         decay_embeddings: bool = True,
         param_rules: list[ParamRule | LayerwiseLRDecay] | None = None,
         mup: MuP | None = None,
+        freeze: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -104,6 +110,10 @@ class OptimizerMixin(Mixin):
         self.decay_embeddings = decay_embeddings
         self.param_rules: list[ParamRule | LayerwiseLRDecay] | None = rules_of(param_rules)
         self.mup: MuP | None = mup and setting_of(mup, MuP, "mup")
+        if freeze is not None and not isinstance(freeze, list | tuple):
+            raise UsageError(f"freeze={shown(freeze)}: give a list of patterns, such as [embed]")
+        self.freeze_patterns = freeze  # LightningModule has a method `freeze`
+        self._frozen: list[str] = []  # the names that they fit
         self._optimizer_class: str | None = None
         self._class_in_checkpoint: str | None = None
 
@@ -124,6 +134,12 @@ class OptimizerMixin(Mixin):
         if not getattr(trainer, "fast_dev_run", False):
             _check_length(trainer, datamodule, self, [curve for curve in (self.schedule, *curves) if curve is not None])
 
+    def configure_model(self) -> None:
+        """Freeze what `freeze` fits. A module that builds layers here calls it at its end."""
+        super().configure_model()
+        if self.freeze_patterns:
+            self._frozen = freeze_parameters(self, self.freeze_patterns)
+
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit, whose optimizer may have been another one."""
         super().setup(stage)
@@ -143,6 +159,11 @@ class OptimizerMixin(Mixin):
                 "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
                 "ckpt_path"
             )
+        if self.freeze_patterns and self._frozen != freeze_parameters(self, self.freeze_patterns):
+            raise UsageError(
+                f"freeze={self.freeze_patterns}: {type(self).__name__} makes parameters after they were to be frozen: "
+                "let its configure_model call super().configure_model() at its end"
+            )
         optimizer = self.make_optimizer()
         _refuse_for_run(optimizer, self.trainer, self)
         _refuse_finetuning(self.trainer)
@@ -153,6 +174,8 @@ class OptimizerMixin(Mixin):
         self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)
         rank_zero_info(str(self._optimizer_class), *groups_table(optimizer.param_groups, lr=0.0).split("\n"))
+        if self._frozen:
+            rank_zero_info(f"frozen: {len(self._frozen)} tensors, such as {self._frozen[0]}")
         lrs, decays = _curves_of_groups(self, optimizer)
         if getattr(self.trainer, "fast_dev_run", False):  # it has replaced max_steps by its own
             return {"optimizer": optimizer}
@@ -171,6 +194,7 @@ class OptimizerMixin(Mixin):
         """Write the optimizer's name and class, the running schedule, and the hyper-parameters in plain types."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["optimizer_class"] = self._optimizer_class
+        checkpoint[_FROZEN_KEY] = self._frozen
         if self.mup is not None:
             checkpoint[MUP_KEY] = to_plain(self.mup)
         running = [config.scheduler for config in self.trainer.lr_scheduler_configs] if self._trainer else []
@@ -192,6 +216,7 @@ class OptimizerMixin(Mixin):
             self._missing_optimizer = checkpoint.get(_FUNCTION_KEY)
         elif self._trainer is not None and self._trainer.state.fn == "fit":
             check_training_state(checkpoint, self._trainer.ckpt_path)
+            self._check_frozen(checkpoint.get(_FROZEN_KEY, []))
             self._class_in_checkpoint = checkpoint.get("optimizer_class")
             self._check_optimizer_class()
 
@@ -211,6 +236,15 @@ class OptimizerMixin(Mixin):
             raise UsageError(
                 f"the checkpoint was trained with mup={there or 'null'}, the recipe has mup={here or 'null'}: make "
                 "them equal, or start without the checkpoint"
+            )
+
+    def _check_frozen(self, saved: list[str]) -> None:
+        """Refuse other frozen parameters than the checkpoint's: its optimizer has no state for those, or too much."""
+        if changed := sorted({*saved} ^ {*self._frozen}):
+            raise UsageError(
+                f"freeze={self.freeze_patterns}: the checkpoint's run {'froze' if changed[0] in saved else 'trained'} "
+                f"'{changed[0]}', and this one does not: make freeze equal, or start a new run from its weights with "
+                "--init_from (InitFrom from Python)"
             )
 
     def _check_optimizer_class(self) -> None:

@@ -342,13 +342,17 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream after some blocks, and the losses of their experts added to `loss`."""
+        loads: list[tuple[Router, Tensor]] = []  # those of blocks without a backward pass, which are frozen up to there
         for number, block in enumerate(blocks):
             found = block(x, rope, mask) if cache is None else block(x, rope, mask, cache.layers[number])
             if isinstance(found, Tensor):
                 x = found
                 continue
             x, own, load = found
-            count_in_backward(x, load, cast(Mixture, block.mlp).router)
+            loads.append((cast(Mixture, block.mlp).router, load))
+            if x.requires_grad:
+                count_in_backward(x, loads)
+                loads = []
             loss = own if loss is None else loss + own
         return x, loss
 

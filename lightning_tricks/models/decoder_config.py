@@ -6,9 +6,10 @@ Name the family and the settings that differ from its defaults, which are those 
 import abc
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from lightning_tricks._core.errors import UsageError, check_choice
+from lightning_tricks._core.errors import UsageError, check_choice, check_count
 
 __all__ = ["GPT2", "DecoderConfig", "Llama"]
 
@@ -18,6 +19,12 @@ RouterScore = Literal["softmax", "sigmoid"]
 Balance = Literal["bias", "none"]
 # of a mixture alone: they change nothing without experts
 _OF_EXPERTS = ("d_expert", "n_shared_experts", "dense_layers", "sequence_balance_weight", "router_z_weight")
+
+_OF_DATA: Any = None  # a size that is not given
+if TYPE_CHECKING:
+    Size = int  # as soon as the config exists
+else:
+    Size = int | None  # in a recipe
 
 
 class DecoderConfig(abc.ABC):
@@ -31,6 +38,9 @@ class DecoderConfig(abc.ABC):
     positions: ClassVar[Literal["rope", "learned"]]
     taken_over: ClassVar = ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len")
     """Settings that stay when an override names another family: the sizes, which both families have."""
+
+    published: ClassVar[Mapping[str, int]] = {}
+    """Of the published model: `vocab_size` and `max_seq_len`, where they are not given and no data say them."""
 
     vocab_size: int
     d_model: int
@@ -80,14 +90,22 @@ class DecoderConfig(abc.ABC):
             return 256 * math.ceil(int(8 * self.d_model / 3) / 256)
         return 4 * self.d_model
 
+    def of_data(self, vocab_size: int | None, seq_len: int | None) -> Self:
+        """The same for data of these sizes, which stand in for `vocab_size` and `max_seq_len` that were not given."""
+        sizes = {"vocab_size": vocab_size, "max_seq_len": seq_len}
+        found = {name: size for name, size in sizes.items() if name in self._not_given and size is not None}
+        return dataclasses.replace(self, **found) if found else self  # type: ignore[type-var]
+
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built."""
+        self._not_given: list[str]
+        vars(self)["_not_given"] = [name for name in self.published if getattr(self, name) is None]
+        for name in self._not_given:
+            vars(self)[name] = self.published[name]
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"):
             value = getattr(self, name)
-            if value is None and name in ("n_kv_heads", "d_ff"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name}={value}: give a whole number of at least 1")
+            if value is not None or name not in ("n_kv_heads", "d_ff"):
+                check_count(name, value)
         for name in ("norm_eps", "rope_theta", "init_std"):
             value = getattr(self, name)
             if not (0 < value < math.inf):
@@ -111,13 +129,13 @@ class Llama(DecoderConfig):
     """RMSNorm, rotary positions, gated MLP, no biases. Defaults are Llama-2-7B: 6,738,415,616 parameters.
 
     Args:
-        vocab_size: number of tokens the model knows.
+        vocab_size: number of tokens the model knows. Default: in a LanguageModel that of the data, else 32,000.
         d_model: width of the residual stream.
         n_layers: number of blocks.
         n_heads: query heads; divides d_model.
         n_kv_heads: key and value heads; divides n_heads. Default: n_heads.
         d_ff: hidden width of the MLP. Default: 8/3 d_model rounded up to a multiple of 256; without a gate 4 d_model.
-        max_seq_len: longest sequence, in tokens.
+        max_seq_len: longest sequence, in tokens. Default: in a LanguageModel the data's seq_len, else 4,096.
         activation: swiglu (gated), gelu (tanh form) or relu2 (squared ReLU), the last two without a gate.
         norm_eps: added to the mean square inside each norm.
         rope_theta: base of the rotary wavelengths.
@@ -146,13 +164,15 @@ class Llama(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "rms"
     positions: ClassVar[Literal["rope", "learned"]] = "rope"
 
-    vocab_size: int = 32000
+    published: ClassVar = {"vocab_size": 32000, "max_seq_len": 4096}
+
+    vocab_size: Size = _OF_DATA
     d_model: int = 4096
     n_layers: int = 32
     n_heads: int = 32
     n_kv_heads: int | None = None
     d_ff: int | None = None
-    max_seq_len: int = 4096
+    max_seq_len: Size = _OF_DATA
     activation: Activation = "swiglu"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
@@ -190,13 +210,12 @@ class Llama(DecoderConfig):
                 if value := getattr(self, name):
                     raise UsageError(f"{name}={value} without experts: set n_experts, or leave it out")
             return
-        per_group = self.n_experts // max(self.router_groups, 1)
         for name, least, most in (
             ("n_experts", 2, 65536),
+            ("router_groups", 1, self.n_experts),
             ("experts_per_token", 1, self.n_experts),
             ("n_shared_experts", 0, 65536),
             ("dense_layers", 0, self.n_layers - 1),
-            ("router_groups", 1, self.n_experts),
             ("groups_per_token", 1, self.router_groups),
         ):
             value = getattr(self, name)
@@ -204,13 +223,15 @@ class Llama(DecoderConfig):
                 raise UsageError(f"{name}={value}: give a whole number from {least} to {most}")
         for name in ("balance_rate", "sequence_balance_weight", "router_z_weight", "router_scale"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf or (name == "router_scale" and value == 0):
+            is_number = isinstance(value, int | float)
+            if not is_number or not 0 <= value < math.inf or (name == "router_scale" and value == 0):
                 raise UsageError(f"{name}={value}: give a {'positive number' if value == 0 else 'number from 0 on'}")
         if self.activation != "swiglu":
             raise UsageError(f"n_experts={self.n_experts}: experts are gated: set activation to swiglu")
         for name, width in (("d_model", self.d_model), ("d_expert", self.expert_width)):
-            if width % 8 or width < 8:
+            if not isinstance(width, int) or width % 8 or width < 8:
                 raise UsageError(f"{name}={width}: products of experts need a multiple of 8, 16 bytes in bf16")
+        per_group = self.n_experts // self.router_groups
         if self.router_groups > 1 and (per_group < 2 or self.n_experts % self.router_groups):
             raise UsageError(
                 f"router_groups={self.router_groups} does not divide n_experts={self.n_experts} into equal groups of "
@@ -233,13 +254,14 @@ class GPT2(DecoderConfig):
     """LayerNorm, learned positions, GELU, biases, tied head. Defaults are GPT-2 124M: 124,439,808 parameters.
 
     Args:
-        vocab_size: number of tokens the model knows.
+        vocab_size: number of tokens the model knows. Default: in a LanguageModel that of the data, else 50,257.
         d_model: width of the residual stream.
         n_layers: number of blocks.
         n_heads: query heads; divides d_model.
         n_kv_heads: key and value heads; divides n_heads. Default: n_heads.
         d_ff: hidden width of the MLP. Default: 4 d_model; with a gate 8/3 d_model rounded up to a multiple of 256.
-        max_seq_len: longest sequence, in tokens; the table of positions has as many rows.
+        max_seq_len: longest sequence, in tokens; the table of positions has as many rows. Default: in a LanguageModel
+            the data's seq_len, else 1,024.
         activation: gelu (tanh form), relu2 (squared ReLU) or swiglu (gated).
         norm_eps: added to the variance inside each norm.
         bias: biases in every linear layer but the head, and in the norms.
@@ -252,13 +274,15 @@ class GPT2(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "layer"
     positions: ClassVar[Literal["rope", "learned"]] = "learned"
 
-    vocab_size: int = 50257
+    published: ClassVar = {"vocab_size": 50257, "max_seq_len": 1024}
+
+    vocab_size: Size = _OF_DATA
     d_model: int = 768
     n_layers: int = 12
     n_heads: int = 12
     n_kv_heads: int | None = None
     d_ff: int | None = None
-    max_seq_len: int = 1024
+    max_seq_len: Size = _OF_DATA
     activation: Activation = "gelu"
     norm_eps: float = 1e-5
     bias: bool = True

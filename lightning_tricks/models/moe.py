@@ -4,6 +4,7 @@ No token is dropped and no expert has a capacity. Losses are sums over tokens an
 pass: so micro-batches, ranks and activation checkpointing change neither gradients nor loads. Imports torch only.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -182,14 +183,18 @@ def _loads(logits: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def count_in_backward(x: Tensor, load: Tensor, router: Router) -> None:
-    """Let the backward pass of `x`, the output of a block, add `load` to the router's `backward_loads`.
+def count_in_backward(x: Tensor, loads: Sequence[tuple[Router, Tensor]]) -> None:
+    """Let the backward pass of `x`, the output of a block, add loads to the `backward_loads` of their routers.
 
     Called outside of the block: so activation checkpointing, which runs the block twice, counts once, and a validation,
     which has no backward pass, counts nothing.
     """
-    if x.requires_grad:
-        x.register_hook(lambda _: router.backward_loads.append(load))  # gives None, and so changes no gradient
+
+    def add(_: Tensor) -> None:  # gives None, and so changes no gradient
+        for router, load in loads:
+            router.backward_loads.append(load)
+
+    x.register_hook(add)
 
 
 def take_loads(routers: list[Router]) -> Tensor | None:

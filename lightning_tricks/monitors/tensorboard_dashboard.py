@@ -53,9 +53,12 @@ def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, di
     kinds = sorted({(name.split("/")[0], name.split("/")[-1]) for name in names if name.split("/")[0] in INSIDE})
     inside = {f"{part}: {kind}": [f"{part}/(.*/)?{re.escape(kind)}"] for part, kind in kinds}
     inside |= _recorded(OF_FP8, names)
+    of_sources = sorted({name.split("/")[-1] for name in names if name.startswith("sources/")})
+    sources = {kind.replace("_", " "): [f"sources/.*/{re.escape(kind)}"] for kind in of_sources}
+    categories = {"Run": charts, "Sources of data": sources, "Inside the model": inside}
     return {
         category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in content.items()}
-        for category, content in {"Run": charts, "Inside the model": inside}.items()
+        for category, content in categories.items()
         if content
     }
 
@@ -157,7 +160,7 @@ class TensorBoardDashboard(pl.Callback):
 
     - the custom-scalars tab: training and validation loss in one chart, the gradient norm before the clip with the
       clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
-      activations, updates, attention, experts and fp8;
+      activations, updates, attention, experts and fp8, and of the sources of a mixture;
     - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
     - the series `plan/lr`, in a run of its own beside it: the learning rate from the first step to the last, where a
       schedule of this collection gives it (`ScheduleLR`);

@@ -108,13 +108,9 @@ def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule], tied: 
         UsageError: a rule gets no parameter: it matches none, or earlier rules took them all.
     """
     chosen: dict[str, int] = {}
+    remedy = "change the rule, or set param_rules to null for no rules (--model.param_rules null)"
     for number, rule in enumerate(rules):
-        matches = [param.name for param in params if rule.fits(param, tied)]
-        if not matches:
-            raise UsageError(
-                f"param_rules: {rule.in_words()} matches no parameter: {_near(rule, params)}; change the "
-                "rule, or set param_rules to null for no rules (--model.param_rules null)"
-            )
+        matches = check_some_match(rule, params, tied, "param_rules", remedy)
         fresh = [name for name in matches if name not in chosen]
         if not fresh and any(rule.fits(param) for param in params):
             raise UsageError(
@@ -123,6 +119,16 @@ def match_rules(params: Sequence[RoledParam], rules: Sequence[ParamRule], tied: 
             )
         chosen.update(dict.fromkeys(fresh, number))
     return chosen
+
+
+def check_some_match(
+    rule: ParamRule, params: Sequence[RoledParam], tied: Tied, option: str, remedy: str
+) -> dict[str, None]:
+    """The names of the parameters that a rule of `option` fits, in their order; refuses a rule that fits none."""
+    matches = dict.fromkeys(param.name for param in params if rule.fits(param, tied))
+    if not matches:
+        raise UsageError(f"{option}: {rule.in_words()} matches no parameter: {_near(rule, params)}; {remedy}")
+    return matches
 
 
 def _near(rule: ParamRule, params: Sequence[RoledParam]) -> str:
@@ -230,7 +236,8 @@ def decay_groups(
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UsageError(f"weight_decay={weight_decay!r}: give a finite number, 0 or more")
     params, written = param_roles(module), expanded(module, rules)
-    rule_of = match_rules(params, written, tied_names(module))
+    # also those of frozen parameters: a rule need not go because `freeze` was added
+    rule_of = match_rules(param_roles(module, frozen=True), written, tied_names(module))
     decays = {"decay": weight_decay, "no_decay": 0.0}
     # by name and number of the rule
     groups: dict[tuple[str, int | None], dict[str, Any]] = {

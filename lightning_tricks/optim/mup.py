@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_count
 from lightning_tricks._core.protocols import KnowsBaseShapes, KnowsMuPRule
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
 from lightning_tricks.optim.matrix_layout import MatrixLayout
@@ -179,8 +179,8 @@ class MuP:
 
     def __post_init__(self) -> None:
         for option, value in (("base_width", self.base_width), ("base_head_dim", self.base_head_dim)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"MuP.{option}={value!r}: give a whole number of at least 1")
+            if value is not None:
+                check_count(f"MuP.{option}", value)
 
     def base_config(self, config: Config) -> Config:
         """The config of a decoder's base model: the same model, `base_width` wide.

@@ -151,8 +151,10 @@ class RoledParam(NamedTuple):
     layout: MatrixLayout | None = None
 
 
-def param_roles(module: nn.Module) -> list[RoledParam]:
+def param_roles(module: nn.Module, frozen: bool = False) -> list[RoledParam]:
     """The trainable parameters of `module` with their roles, each once, in the order of `named_parameters`.
+
+    With `frozen`, those without a gradient too.
 
     What a parameter is follows from the class of the layer that computes with it, if it is one of torch's, and from the
     names of attributes. **The name of a class decides nothing**: FSDP2 renames classes, and wrappers hide them. A
@@ -196,14 +198,14 @@ def param_roles(module: nn.Module) -> list[RoledParam]:
     """
     if (whole := whole_of(module)) is not module:
         here = parameters_by_name(module)
-        return [each._replace(param=here[each.name]) for each in param_roles(whole) if each.name in here]
+        return [each._replace(param=here[each.name]) for each in param_roles(whole, frozen) if each.name in here]
     layers, sites = _layers(module), _sites(module)
     exempt, heads = {id(param) for param in _exempted(layers, sites)}, {id(param) for param in head_weights(module)}
     declared, experts = _declared_parts(layers, sites), _beside_experts(layers, sites)
     found: dict[int, RoledParam] = {}
     for site in sites:
         param = site.param
-        if not param.requires_grad:
+        if not (frozen or param.requires_grad):
             continue
         role = _role(site)
         if role == "matrix":

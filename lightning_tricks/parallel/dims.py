@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_count
 
 __all__ = ["ParallelDims"]
 
@@ -53,9 +53,8 @@ class ParallelDims:
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
         for axis, size in {**self.sizes, "expert": self.expert}.items():
-            if size < 1 and (axis, size) != ("shard", -1):
-                hint = ", or -1 for all processes that are left" if axis == "shard" else ""
-                raise UsageError(f"mesh.{axis}={size!r}: give a whole number of at least 1{hint}")
+            if (axis, size) != ("shard", -1):
+                check_count(f"mesh.{axis}", size, ", or -1 for all processes that are left" if axis == "shard" else "")
         if self.expert > 1 and self.tensor > 1:
             raise UsageError(
                 f"mesh.expert={self.expert}: experts are not divided over tensor ranks too: leave mesh.tensor at 1"

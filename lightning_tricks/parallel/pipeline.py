@@ -149,17 +149,25 @@ def cut(
         layers_per_stage: see `layers_of_stages`.
 
     Raises:
-        UsageError: fewer blocks than stages; a part with parameters that the plan does not name; a name of the plan
-            that the model does not have.
+        UsageError: no blocks, or fewer than stages; a part with parameters that the plan does not name; a name of the
+            plan that the model does not have.
     """
     plan, blocks, modules = model.pipeline_plan(), repeated_blocks(model), dict(model.named_modules())
+    if not blocks:
+        raise UsageError(
+            f"mesh.pipeline: {type(model).__name__} has no two layers alike for stages to share out: add layers, or "
+            "leave mesh.pipeline at 1"
+        )
     for name, place in plan.items():
         if name not in modules or place not in ("first", "last"):
-            raise UsageError(f"mesh.pipeline: pipeline_plan() says {place!r} of '{name}': give parts, first or last")
+            raise UsageError(f"mesh.pipeline: pipeline_plan() says {place!r} of '{name}': give modules, first or last")
     of = {place: [name for name in plan if plan[name] == place] for place in ("first", "last")}
     for name, _ in model.named_parameters():
         if not name.startswith(tuple(f"{part}." for part in (*plan, *blocks))):
-            raise UsageError(f"mesh.pipeline: pipeline_plan() does not say which stage has '{name}': name its part")
+            raise UsageError(
+                f"mesh.pipeline: pipeline_plan() does not say which stage has '{name}': name the module that has it, "
+                "which cannot be the model itself"
+            )
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, set()).add(next(part for part in (*plan, *blocks) if name.startswith(f"{part}.")))
@@ -174,10 +182,19 @@ def cut(
     count = ranks * len(mine)
     layers = layers_of_stages(count, len(blocks), _head_in_layers(modules, of["last"], blocks), layers_per_stage)
     names, stages, kept = list(blocks), {}, set[str]()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts_of, layers_of = [], []
+    for number in range(count):
+        first, last = number == 0, number == count - 1
+        parts_of.append([*(of["first"] if first else copied if last else ()), *(of["last"] if last else ())])
+        layers_of.append([names[layer] for layer in layers[number]])
+        if not any(name.startswith(tuple(f"{p}." for p in (*parts_of[-1], *layers_of[-1]))) for name in trained):
+            raise UsageError(
+                f"mesh.pipeline: all parameters of stage {number} are frozen: freeze less, or take fewer stages"
+            )
     for number in mine:
         first, last = number == 0, number == count - 1
-        parts = [*(of["first"] if first else copied if last else ()), *(of["last"] if last else ())]
-        own = [names[layer] for layer in layers[number]]
+        parts, own = parts_of[number], layers_of[number]
         kept |= {*parts, *own}
         stages[number] = Stage(
             model, {name: modules[name] for name in parts}, {name: blocks[name] for name in own}, first, last
@@ -294,13 +311,17 @@ class Pipeline:
         """The sum that the last stage returns, over all rows; takes what the model's `forward` takes.
 
         Raises:
-            UsageError: the number of rows is no multiple of `micro_batches`.
+            UsageError: the number of rows is no multiple of `micro_batches`; a tensor of another number of rows.
         """
-        inputs = dict(self._signature.bind(self.model, *args, **kwargs).arguments)
-        inputs.pop(next(iter(inputs)))  # self
-        inputs = {name: value for name, value in inputs.items() if value is not None}
+        inputs = self._inputs(args, kwargs)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         rows = len(next(iter(tensors.values())))
+        for name, value in tensors.items():
+            if value.shape[:1] != (rows,):
+                raise UsageError(
+                    f"mesh.pipeline: '{name}' of shape {tuple(value.shape)} has not the {rows} rows of the batch, by "
+                    "which a call is divided: compute it in stage(), or make it a buffer of a module"
+                )
         if rows % self.micro_batches:
             raise UsageError(
                 f"pipeline_micro_batches={self.micro_batches}: a batch of {rows} rows is no multiple of it: change one "
@@ -328,6 +349,15 @@ class Pipeline:
                 self._made[key].step(*first, target=target, losses=losses, return_outputs=False, **inputs)
                 self._sum_tied()  # in each call, so that accumulation adds nothing twice
         return _HasGradients.apply(self._joined(losses), torch.zeros((), requires_grad=True), held)
+
+    def _inputs(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """What a call was given, by the names in the model's `forward`, without None."""
+        bound = self._signature.bind(self.model, *args, **kwargs)
+        inputs = dict([*bound.arguments.items()][1:])  # without self
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                inputs |= inputs.pop(name, {})
+        return {name: value for name, value in inputs.items() if value is not None}
 
     def mark_parameters(self) -> None:
         """Let the norm of the gradients be that of all stages, in which a copy of a weight counts once."""
@@ -367,7 +397,7 @@ class Pipeline:
 
     def _joined(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum of the last stage's losses, on every rank."""
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)  # whatever the default is on this rank
         if losses:
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
         dist.broadcast(total, group=self.group, group_src=self._rank_of[self.count - 1])
@@ -420,6 +450,8 @@ class Pipeline:
         """Add up the gradients of the copies that the first and the last stage have of a weight."""
         for parameter in map(self.model.get_parameter, self.tied):
             gradient = parameter.grad
+            if not parameter.requires_grad:
+                continue
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if isinstance(gradient, DTensor):  # of tensor ranks: an embedding's is whole, a head's is divided

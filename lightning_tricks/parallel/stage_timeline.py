@@ -125,10 +125,13 @@ def _held(acts: Sequence[Act]) -> Iterator[Counter[int]]:
 def drawn(acts: Sequence[Sequence[Act]], columns: int) -> str:
     """A line for each rank and a column for each unit of time, or for several where there are too few columns.
 
+    A last line tells of how many. They are no multiple of three, which would show one half of the acts alone.
+
     A forward pass is the last digit of its micro-batch; `b` is a backward pass, `i` and `w` its halves, `.` waiting.
     """
     length, label = max(own[-1].end for own in acts), len(f"rank {len(acts) - 1} ")
     units = -(-length // max(1, columns - label))
+    units += units % 3 == 0
     lines = []
     for rank, own in enumerate(acts):
         row = ["."] * length
@@ -136,4 +139,6 @@ def drawn(acts: Sequence[Sequence[Act]], columns: int) -> str:
             mark = str(act.micro_batch % 10) if act.kind == "F" else act.kind.lower()
             row[act.begin : act.end] = mark * (act.end - act.begin)
         lines.append(f"rank {rank}".ljust(label) + "".join(row[::units]))
+    if units > 1:
+        lines.append(f"a column stands for {units} units of time; a forward pass takes one")
     return "\n".join(lines)

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from harness.models import Small
+import torch
+from harness import runs
+from harness.models import Small, adamw
 from lightning.pytorch import strategies
 
-from lightning_tricks import FSDP2Strategy
+from lightning_tricks import FSDP2Strategy, LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import (
     EMA,
@@ -26,6 +28,7 @@ def trainer_with(strategy, callback):
     return SimpleNamespace(
         strategy=strategy, callbacks=[callback], num_devices=2, num_nodes=1, precision_plugin=None, accelerator=None,
         is_global_zero=True, checkpoint_callbacks=[], optimizers=[], log_every_n_steps=50, fast_dev_run=False,
+        lightning_module=torch.nn.Identity(),
     )  # fmt: skip
 
 
@@ -58,3 +61,11 @@ def test_a_callback_that_does_not_work_under_a_strategy_is_refused_before_launch
     trainer.strategy = strategies.SingleDeviceStrategy()
     trainer.num_devices = 1
     check_before_launch(trainer, Small(), object(), "fit", "cpu")
+
+
+def test_a_module_that_stages_cannot_share_out_is_refused_before_launch():
+    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=2), layers_per_stage=[1, 1])
+    trainer = runs.trainer_with(strategy=strategy, devices=2)
+    model = LanguageModel(Llama(vocab_size=64, d_model=16, n_layers=3, n_heads=2, max_seq_len=8), optimizer=adamw)
+    with pytest.raises(UsageError, match=r"layers_per_stage=\[1, 1\]: give 2 numbers"):
+        check_before_launch(trainer, model, SimpleNamespace(), "fit", "cpu")

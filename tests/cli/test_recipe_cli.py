@@ -85,7 +85,7 @@ def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(t
 
 SIZES = {"vocab_size": 4096, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
 DROPPED = (
-    "GPT2 in place of Llama; vocab_size=4096, d_model=256, n_layers=4, n_heads=4, max_seq_len=256 stay; "
+    "GPT2 in place of Llama; d_model=256, n_layers=4, n_heads=4 stay; "
     "dropped: activation=relu2, qk_norm=True, zero_init_outputs=True"
 )
 

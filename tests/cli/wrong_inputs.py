@@ -171,6 +171,11 @@ ROWS = [
     option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
     plain("--trainer.strategy fsdp2", "trainer.strategy=fsdp2", "did you mean FSDP2Strategy?"),
     plain(f"{MESH}.tensor x", "trainer.strategy.mesh.tensor=x", "give a whole number"),
+    plain(
+        "--trainer.strategy FSDP2Strategy --trainer.strategy.layers_per_stage 2",
+        "trainer.strategy.layers_per_stage=2",
+        "give a list in brackets",
+    ),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
     plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),

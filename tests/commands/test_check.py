@@ -142,6 +142,11 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
     ("name", "options", "words"),
     [
         ("settings", {"model": module(optimizer=lambda groups: adamw(groups, lr=-1.0))}, "learning rate"),
+        (
+            "settings",
+            {"devices": 2, "strategy": FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=3)},
+            "is no multiple of pipeline_micro_batches=3",
+        ),
         ("schedule", {"max_steps": 2}, "warmup_steps=2"),
         ("libraries", {"model": module(compile_blocks=True)}, "torch.compile needs a C++ compiler on a CPU"),
         ("devices", {"devices": 1000}, "trainer.devices=1000: so many processes on this CPU: give at most"),
@@ -184,6 +189,7 @@ def test_ranks_of_the_recipes_own_world_send_the_same(folder):
     stages = FSDP2Strategy(mesh=ParallelDims(tensor=2, pipeline=2), pipeline_micro_batches=2)
     result = found(folder, checks=only("layout"), strategy=stages, num_nodes=4, devices=8)["layout"]
     assert "ranks 0, 8, 15 send the same" in result.line, "those of the first stage"
+    assert result.line.endswith("collectives")
     assert 0 < int(result.line.split("the same ")[1].split()[0]) < sent, "of one block, gathered once"
 
 

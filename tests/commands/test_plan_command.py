@@ -32,7 +32,7 @@ from lightning_tricks import (
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
-from lightning_tricks.commands.check.checks import Checked, model, run_checks
+from lightning_tricks.commands.check.checks import Checked, layout, model, run_checks
 from lightning_tricks.commands.plan import PlanOptions, run
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
@@ -271,6 +271,11 @@ def test_stages_are_planned_with_the_activations_that_they_hold_and_the_time_tha
     (sent,) = [one for one in one.whole.traffic if one.axis == "pipeline"]
     assert sent.per_token == 2 * 32 * 4, "a hidden state and its gradient, in fp32"
     assert one.step_time().compute == pytest.approx(11 / 8 * 8 * 32 * one.flops_per_token / (4 * 0.4 * one.device.peak))
+    mixture = dataclasses.replace(TINY, n_layers=8, n_experts=4, d_expert=16, dense_layers=2)  # none on the first rank
+    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=4, expert=2), pipeline_micro_batches=8)
+    shared = planned(mixture, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=16, gpu="h100")
+    assert {each.axis for each in shared.whole.traffic if each.bytes(1)} == {"shard", "rest", "pipeline", "expert"}
+    assert "expert shards" in report(shared)
     strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=8)
     sharded = planned(TINY, {"max_steps": 10, "strategy": strategy}, data(rows=8), devices=4, gpu="h100").whole
     (gathered,) = [each.gathered for each in sharded.traffic if each.axis == "shard"]
@@ -506,3 +511,22 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
     with pytest.raises(SystemExit) as end:
         run(LanguageModel(TINY), data(), settings, gpu="mine", gpu_memory_gb=1.0, peak_tflops=1.0, link_gb=1.0)
     assert end.value.code == 1
+
+
+@pytest.mark.parametrize("freeze", [["embed"], [r"blocks\.7\.", "role=head"]])
+def test_frozen_parameters_have_neither_gradients_nor_state_also_where_single_blocks_are_named(freeze):
+    config = dataclasses.replace(TINY, n_layers=8)
+    built, planned_one, checked = (
+        LanguageModel(config, freeze=freeze, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+        for _ in range(3)
+    )
+    plan = plan_recipe(planned_one, data(), {"max_steps": 10}, gpu="h100", suggest=False)
+    built.configure_model()
+    trained = sum(one.numel() for one in built.parameters() if one.requires_grad)
+    assert 0 < plan.parameters["frozen"] == sum(one.numel() for one in built.parameters()) - trained
+    step = plan.memory.instants[STEP]
+    assert step["gradients"] == 4 * trained
+    assert step["optimizer state"] == pytest.approx(8 * trained, rel=1e-3)
+    assert ", as if nothing were frozen" in report(plan)
+    settings = {"accelerator": "cpu", "devices": 2, "strategy": FSDP2Strategy()}
+    assert "of 2 devices: ranks" in layout(Checked(checked, data(), settings))

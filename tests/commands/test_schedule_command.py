@@ -265,6 +265,19 @@ def test_tokens_may_be_the_axis_and_a_second_recipe_lies_over_the_first():
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
+def test_the_command_draws_the_stages_or_refuses_the_number_of_micro_batches_in_a_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "90")
+    (tmp_path / "one.yaml").write_text("total_tokens: 320\n" + RECIPE)
+    stages = ["--trainer.devices", "2", "--trainer.strategy", "FSDP2Strategy", "--trainer.strategy.mesh.pipeline", "2"]
+    words = ["schedule", "--config", "one.yaml", "--pipeline", "true", *stages]
+    door.run(words)
+    assert "1F1B, 4 micro-batches: 2 pipeline ranks wait 20%" in capsys.readouterr().out
+    with pytest.raises((UsageError, SystemExit)):
+        door.run([*words, "--trainer.strategy.pipeline_micro_batches", "1"])
+
+
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
 def test_the_command_draws_a_recipe_in_tokens_against_another_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "90")

@@ -14,6 +14,8 @@ from lightning_tricks.data.shards import TokenStream
 class Tokens(TokenStream):
     """A stream from a list, without files."""
 
+    knows_documents = False
+
     def __init__(self, ids):
         self.paths, self._shards, self._ends = [], [np.array(ids)], np.array([len(ids)])
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -346,3 +347,171 @@ def test_whatever_stands_in_a_file_of_rows_is_one_line_or_its_text(tmp_path_fact
     assert not line or str(path) in line
     assert "\n" not in line
     assert len(line) < len(str(path)) + 400
+
+
+# -- parts, compressed text and text behind URLs
+
+
+def in_parts(corpus) -> list[list[str]]:
+    return [[text for _, text in located()] for _, located in corpus.parts]
+
+
+@given(
+    rows=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30), min_size=1, max_size=30),
+    size=st.integers(1, 300),
+    end=st.sampled_from(["\n", "\r\n", "\n\n", "\r"]),
+    starts_with=st.sampled_from(["", "\ufeff"]),
+    ends=st.booleans(),
+)
+def test_parts_cut_at_any_byte_have_each_row_once(tmp_path_factory, rows, size, end, starts_with, ends):
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    lines = end.join(json.dumps({"text": text}, ensure_ascii=False) for text in rows)
+    path.write_bytes((starts_with + lines + end * ends).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_tricks.data.corpus._SMALLEST_PART", size)
+        patch.setattr("lightning_tricks.data.corpus._LARGEST_PART", size)
+        corpus = text_files([str(path)], "text")
+    assert list(chain(*in_parts(corpus))) == list(corpus.documents()) == [text for text in rows if text.strip()]
+    assert sum(n_bytes for n_bytes, _ in corpus.parts) == path.stat().st_size == corpus.n_bytes
+
+
+def test_parts_of_parquet_end_with_row_groups_and_small_files_share_a_part(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    texts = [f"row {n} of a table" for n in range(1000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    for n in range(30):
+        (tmp_path / f"b{n:02}.txt").write_text(f"file {n}")
+    size = (tmp_path / "a.parquet").stat().st_size
+    monkeypatch.setattr("lightning_tricks.data.corpus._SMALLEST_PART", size // 5)
+    corpus = text_files([str(tmp_path)], "text")
+    parts = in_parts(corpus)
+    assert list(chain(*parts)) == list(corpus.documents()) == [*texts, *(f"file {n}" for n in range(30))]
+    assert len(parts) == 6
+    assert all(len(part) % 100 == 0 and len(part) < 500 for part in parts[:5])
+    assert len(parts[5]) == 30
+
+
+def test_zst_and_gz_hold_rows_and_plain_text(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+
+    def zst(*parts: bytes) -> bytes:  # a frame for each, as parallel compressors write
+        return b"".join(pyarrow.compress(part, codec="zstd", asbytes=True) for part in parts)
+
+    rows = [json.dumps({"text": f"row {n}"}) + "\n" for n in range(100)]
+    (tmp_path / "a.jsonl.zst").write_bytes(zst("".join(rows[:40]).encode(), "".join(rows[40:]).encode()))
+    (tmp_path / "b.NDJSON.gz").write_bytes(gzip.compress("".join(rows).encode()))
+    (tmp_path / "c.txt.zst").write_bytes(zst(b"plain\n"))
+    expected = [f"row {n}" for n in range(100)]
+    assert documents(tmp_path) == [*expected, *expected, "plain\n"]
+    assert text_files([str(tmp_path / "a.jsonl.zst")], "text").identity(tmp_path, False) != (
+        text_files([str(tmp_path / "b.NDJSON.gz")], "text").identity(tmp_path, False)
+    )
+    whole = (tmp_path / "a.jsonl.zst").read_bytes()
+    for damaged in (whole[:-5], b"no zstd at all"):
+        (tmp_path / "a.jsonl.zst").write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"^files: .*a.jsonl.zst cannot be read \(.+\)$"):
+            documents(tmp_path / "a.jsonl.zst")
+
+
+def test_zst_without_its_library_is_refused_with_the_command(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(b"x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'a.txt.zst needs: pip install "lightning-tricks\[parquet\]"$'):
+        documents(tmp_path / "a.txt.zst")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("a.csv", "convert it to .jsonl or .parquet, of which each row is a document"),
+        ("a.JSON", "convert it"),
+        ("a.csv.gz", "convert it"),
+        ("a.arrow", "convert it"),
+        ("a.zip", "unpack it, or compress each file as .gz or .zst"),
+        ("a.jsonl.bz2", "unpack it"),
+        ("a.bin", "give token files to TokenData"),
+        ("a.npy", "give token files to TokenData"),
+    ],
+)
+def test_a_named_file_that_is_no_text_by_its_ending_is_refused(tmp_path, name, remedy):
+    (tmp_path / name).write_text("some, text\n")
+    for pattern in (tmp_path / name, tmp_path / "*"):
+        with pytest.raises(UsageError, match=rf"^files: .*{name} is no text by its ending \.\w+; {remedy}"):
+            documents(pattern)
+    (tmp_path / "README").write_text("text")  # without an ending, or with one that may be text
+    (tmp_path / "a.tex").write_text("text")
+    assert documents(tmp_path / "README", tmp_path / "a.tex") == ["text", "text"]
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A folder behind a URL."""
+    import fsspec
+
+    monkeypatch.setattr("lightning_tricks.data.remote.WAITS_SECONDS", (0, 0))
+    files = fsspec.filesystem("memory")
+    yield files
+    files.rm("/corpus", recursive=True)
+
+
+def test_text_behind_urls_is_read_in_the_parts_of_local_text(bucket, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    rows = "".join(json.dumps({"text": f"row {n} é"}) + "\n" for n in range(500)).encode()
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows))
+    (tmp_path / "c.txt").write_bytes(b"plain text\n")
+    table = pyarrow.table({"text": [f"cell {n}" for n in range(100)]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=10)
+    for path in tmp_path.iterdir():
+        bucket.pipe(f"/corpus/{path.name}", path.read_bytes())
+    bucket.pipe("/corpus/e.log", b"no text of a folder")
+    monkeypatch.setattr("lightning_tricks.data.corpus._SMALLEST_PART", 1000)
+    monkeypatch.setattr("lightning_tricks.data.corpus._LARGEST_PART", 1000)
+    here, there = (text_files([where], "text") for where in (str(tmp_path), "memory://corpus"))
+    assert in_parts(there) == in_parts(here)
+    assert len(in_parts(there)) > 8
+    assert list(there.documents()) == list(here.documents())
+    assert documents("memory://corpus/*.txt", tmp_path / "c.txt") == ["plain text\n"] * 2
+
+
+def test_the_identity_of_text_behind_a_url_changes_with_its_file(bucket, tmp_path):
+    bucket.pipe("/corpus/a.txt", b"text")
+
+    def identity() -> str:
+        return text_files(["memory://corpus/a.txt"], "text").identity(tmp_path, False)
+
+    first = identity()
+    assert identity() == first
+    bucket.pipe("/corpus/a.txt", b"else")
+    assert identity() != first
+
+
+def test_a_url_without_a_file_or_a_library_is_one_line(bucket):
+    bucket.pipe("/corpus/e.log", b"x")
+    for url, message in (
+        ("memory://corpus/none.txt", r"^memory://corpus/none.txt: it is not there"),
+        ("memory://corpus", r"^files: 'memory://corpus' matches no file with text in it"),
+        ("memory://corpus/*.md", r"^files: 'memory://corpus/\*.md' matches no file"),
+        ("nosuch://corpus/a.txt", r"^nosuch://corpus/a.txt: .*check the URL"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            documents(url)
+
+
+def test_a_bucket_that_drops_while_text_is_read_is_asked_again(bucket, monkeypatch):
+    bucket.pipe("/corpus/a.txt", b"text\n")
+    real, drops = type(bucket).cat_file, [2]
+
+    def dropping(self, *args, **options):
+        drops[0] -= 1
+        if drops[0] >= 0:
+            raise TimeoutError("the connection was reset")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(type(bucket), "cat_file", dropping)
+    assert documents("memory://corpus/a.txt") == ["text\n"]
+    drops[0] = 3
+    with pytest.raises(UsageError, match=r"^memory:///corpus/a.txt: not read in 3 tries \(TimeoutError: the conn"):
+        documents("memory://corpus/a.txt")

@@ -249,7 +249,7 @@ def test_refusals(shards, weights, options, line):
 
 def test_names_and_settings_of_sources_are_refused_where_they_contradict(shards):
     web = str(shards / "web" / "train_*.bin")
-    with pytest.raises(UsageError, match="two are called train; give each a name"):
+    with pytest.raises(UsageError, match="two are called web; give each a name"):
         MixtureData([MixtureSource(web), MixtureSource(web)])
     with pytest.raises(UsageError, match=r"name='a/b': give it a name of letters"):
         MixtureData([MixtureSource(web, name="a/b")])

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.process import process_tag
 from lightning_tricks.data import TextData, open_shard
+from lightning_tricks.data.content import build_once
 from lightning_tricks.data.corpus import Corpus, standard_library
-from lightning_tricks.data.text_data import build_once, document_hash, validation_threshold
+from lightning_tricks.data.tokenize_corpus import document_hash, validation_threshold
 from lightning_tricks.data.tokenizer import END_OF_TEXT, train_bpe
 
 
@@ -147,7 +148,7 @@ def test_the_tokenizer_is_learned_from_training_documents_only(make):
 
 
 def test_a_tokenizer_is_learned_from_no_more_text_than_needed(make, monkeypatch):
-    monkeypatch.setattr("lightning_tricks.data.text_data.BPE_BYTES", 1000)
+    monkeypatch.setattr("lightning_tricks.data.tokenize_corpus.BPE_BYTES", 1000)
     data = make()
     data.setup()
     first = next(text for text in data.corpus.documents() if text in data.training_text().decode())
@@ -211,15 +212,16 @@ def test_it_tokenizes_the_standard_library_with_no_arguments(tmp_path, monkeypat
 # -- bad input
 
 
-def test_a_full_disk_names_the_folder_and_leaves_nothing(make, monkeypatch):
+def test_a_full_disk_names_the_folder_and_leaves_only_the_tokenizer_that_was_learned(make, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("lightning_tricks.data.shards.write_header", full)
     data = make()
-    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache \(No space left on device\)"):
+    with pytest.raises(UsageError, match=r"^cache_dir: cannot write to .*cache.* \(No space left on device\)"):
         data.prepare_data()
-    assert names(data.cache_dir) == ["known_content.json"]
+    assert names(data.cache_dir) == [f".{data.folder.name}.unfinished", "known_content.json"]
+    assert names(data.cache_dir / f".{data.folder.name}.unfinished") == ["tokenizer"]
 
 
 def test_a_damaged_cache_is_named_with_the_remedy(make):

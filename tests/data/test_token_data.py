@@ -169,7 +169,7 @@ def test_a_pattern_without_files_is_named(write_shard, tmp_path, option):
 
 def test_document_ids_need_to_know_where_documents_end(write_shard):
     with pytest.raises(UsageError, match=r"^document_ids=True: .*; give eot_id or tokenizer$"):
-        TokenData(train=str(write_shard(range(100))), document_ids=True)
+        TokenData(train=str(write_shard(range(100))), seq_len=8, document_ids=True).setup()
 
 
 @pytest.mark.filterwarnings("ignore")

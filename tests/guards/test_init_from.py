@@ -11,6 +11,7 @@ from harness.models import Small, adamw, batches
 from harness.processes import run as run_processes
 from harness.runs import same, trainer_with
 
+from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import InitFrom
 from lightning_tricks.checkpoints import AtomicCheckpointIO
@@ -108,6 +109,26 @@ def test_a_strategy_that_would_not_see_the_weights_is_refused_where_it_would_tra
         InitFrom("x").setup(trainer, None, "fit")
     for stage in ("validate", "test", "predict"):
         InitFrom("x").setup(trainer, None, stage)  # nothing is loaded
+
+
+def test_a_stage_takes_its_part_of_a_whole_file(tmp_path):
+    dims, models = ParallelDims(pipeline=2).of_world(2), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(LanguageModel(Llama(vocab_size=64, d_model=16, n_layers=2, n_heads=2, max_seq_len=8)))
+        models[-1].configure_model()
+    whole, stage = models
+    torch.save(whole.state_dict(), tmp_path / "whole.ckpt")
+    FSDP2Strategy(mesh=dims).cut_stages(stage, dims, 1)
+    strategy = SimpleNamespace(load_model_state_dict=lambda found, strict: stage.load_state_dict(found["state_dict"]))
+    line = InitFrom(tmp_path / "whole.ckpt")._load(SimpleNamespace(strategy=strategy), stage)
+    assert "decoder.blocks.1.attn.q.weight" in stage.state_dict()
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in stage.state_dict().items())
+    assert f"{len(stage.state_dict())} of its {len(stage.state_dict())} weights loaded" in line
+    strategy.load_model_state_dict = None
+    torch.save({**whole.state_dict(), "beside": torch.ones(1)}, tmp_path / "more.ckpt")
+    with pytest.raises(UsageError, match="it has 'beside', which the model lacks"):
+        InitFrom(tmp_path / "more.ckpt")._load(SimpleNamespace(strategy=strategy), stage)
 
 
 def on_two_ranks(rank: int, folder: str, weights: list) -> list:

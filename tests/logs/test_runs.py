@@ -235,6 +235,17 @@ def test_the_runs_of_a_folder_are_sorted_and_show_the_settings_that_differ(three
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]][:2] == ["a/version_10", "a/version_2"]
 
 
+def test_a_mixture_has_the_last_validation_of_each_source(tmp_path, capsys):
+    heads = "step,val/loss,sources/web/val_loss,sources/web/bits_per_byte,sources/a/bits_per_byte,sources/web/tokens\n"
+    written(tmp_path / "mix", heads + "9,4,4.5,2.5,1.5,80\n19,3,3.5,2.25,1.25,160\n")
+    written(tmp_path / "nats", "step,val/loss,sources/web/val_loss\n9,4,4.5\n")
+    assert read_run(tmp_path / "mix").sources == {"a": 1.25, "web": 2.25}
+    assert read_run(tmp_path / "nats").sources == {"web": 4.5}
+    assert read_run(written(tmp_path / "plain")).sources is None
+    door.run(["runs", str(tmp_path)])
+    assert "a 1.2500  web 2.2500" in capsys.readouterr().out
+
+
 def test_json_has_every_column_and_numbers(three, capsys):
     written(three / "c", "step,val/loss\n0,inf\n", None)
     door.run(["runs", str(three), "--json", "-"])
@@ -247,7 +258,8 @@ def test_json_has_every_column_and_numbers(three, capsys):
     rest = {name: value for name, value in records[0].items() if name not in ("settings", "tokens")}
     assert rest == {
         "name": "a/version_10", "state": "finished", "steps": 30, "val_loss": 3.75, "best_val_loss": 3.25,
-        "best_step": 20, "bits_per_byte": 2.25, "best_bits_per_byte": 2.0, "hours": 3.0, "goodput": 0.7, "mfu": 0.36,
+        "best_step": 20, "bits_per_byte": 2.25, "best_bits_per_byte": 2.0, "sources": None, "hours": 3.0,
+        "goodput": 0.7, "mfu": 0.36,
     }  # fmt: skip
 
 

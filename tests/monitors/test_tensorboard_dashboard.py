@@ -71,6 +71,15 @@ def test_what_is_recorded_of_the_inside_of_loss_scaling_and_of_fp8_gets_its_char
     assert list(layout("train/loss", "val/loss", ["train/lr"])) == ["Run"]
 
 
+def test_the_sources_of_a_mixture_stand_side_by_side_in_a_chart_of_each_kind():
+    names = [f"sources/{name}/{kind}" for name in ("web", "code") for kind in ("train_loss", "epochs")]
+    found = layout("train/loss", "val/loss", names)
+    assert charts({"": found["Sources of data"]}, names) == {
+        "epochs": ["sources/web/epochs", "sources/code/epochs"],
+        "train loss": ["sources/web/train_loss", "sources/code/train_loss"],
+    }
+
+
 def test_the_link_pins_the_cards_and_does_not_smooth():
     address = urlsplit(pinned_link(["train/loss", "a b&c"]))
     query = parse_qs(address.query)

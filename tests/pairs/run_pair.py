@@ -7,6 +7,7 @@ loss is NaN in one step where a guard must skip it, and far too high in two step
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -33,6 +34,8 @@ from lightning_tricks import (
     GradNormMonitor,
     Llama,
     MFUMonitor,
+    MixtureData,
+    MixtureSource,
     MuonAdamW,
     OptimizerMixin,
     ParallelDims,
@@ -72,7 +75,7 @@ class Layout(NamedTuple):
     Attributes:
         dims: its sizes.
         experts: the model has a mixture of experts.
-        seed: of the rows of two processes: the first one that needs no more than 14.
+        seed: of the rows of two processes, of which there are at most 15.
         refused: levels of other factors.
     """
 
@@ -327,8 +330,13 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
     """
     if not row["ExactResume"]:
         options = {"train": str(tokens / "train.bin"), "val": str(tokens / "val.bin"), "vocab_size": 64}
-        packing = {"packing": row["packing"], "eot_id": 0, "cache_dir": str(tokens / "cache")}
-        return {"datamodule": TokenData(**options, **packing, seq_len=LENGTH, micro_batch_size=ROWS)}
+        options |= {"eot_id": 0, "cache_dir": str(tokens / "cache")}
+        sizes = {"seq_len": LENGTH, "micro_batch_size": ROWS}
+        if row["rows"] != "mixture":
+            return {"datamodule": TokenData(**options, packing=row["rows"], **sizes)}
+        weights = {"cut": 2.0, "best_fit": 1.0}
+        sources = [MixtureSource(TokenData(**options, packing=kind), weights[kind], kind) for kind in weights]
+        return {"datamodule": MixtureData(sources, **sizes)}
     generator = torch.Generator().manual_seed(5)
     # an epoch of 16 micro-batches, or of 15: the last window of two is short
     ranks = 1 if as_ranks else LAYOUTS[row["layout"]].dims.data_ranks
@@ -363,6 +371,7 @@ def fit(
     layout = LAYOUTS[row["layout"]]
     parts = MICRO_BATCHES if in_parts else 1
     options = {"tokens": row["tokens"], "parts": parts, "experts": layout.experts, "schedule": schedule}
+    options["freeze"] = list(map(re.escape, FROZEN)) if row["freeze"] else None
     model = Model(0.1 if remembers else 0.0, row["StepGuard"], **options, optimizer=optimizer_of(row))
     plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
         row["precision"]
@@ -400,6 +409,7 @@ def whole_state(module: Any) -> dict[str, Tensor]:
 
 MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]
 MATRICES += [f"mixture.experts.{name}" for name in ("gate", "up", "down")]
+FROZEN = ["embedding.weight", "blocks.1.4.weight"]
 DECAYING = [*MATRICES, "embedding.weight", "lm_head.weight", "mixture.router.weight"]
 
 
@@ -528,7 +538,9 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> tuple[list[str],
     for each in (trainer, again):
         found += next(one for one in each.callbacks if isinstance(one, LossesByHand)).differences()
     found += not_finite("end", state_of(model, trainer)) if row["StepGuard"] else []
-    by_hand = groups_by_hand(dict(model.named_parameters()), row["optimizer"] == "MuonAdamW")
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    by_hand = groups_by_hand(trained, row["optimizer"] == "MuonAdamW")
+    found += [f"{name} is trained" for name in trained if row["freeze"] and name in FROZEN]
     found += different("groups", by_hand, groups_of(trainer.optimizers[0]))
     if trainer.is_global_zero:
         begun = ends_of(trainer).first_weights

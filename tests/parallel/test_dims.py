@@ -43,6 +43,10 @@ def test_tensor_ranks_are_neighbours_and_share_their_rows_with_the_context_ranks
         ({"replicate": 4, "expert": 4}, "mesh.expert=4 does not divide the 2 ranks of shard 2 x context 1"),
         ({"expert": 2, "tensor": 2}, "mesh.expert=2: experts are not divided over tensor ranks too"),
         ({"shard": -2}, "mesh.shard=-2: give a whole number of at least 1, or -1 for all processes that are left"),
+        ({"pipeline": None}, "mesh.pipeline=None: give a whole number of at least 1"),
+        ({"pipeline": "2"}, "mesh.pipeline='2': give a whole number of at least 1"),
+        ({"expert": 2.5}, "mesh.expert=2.5: give a whole number of at least 1"),
+        ({"tensor": True}, "mesh.tensor=True: give a whole number of at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_in_a_line(sizes, line):

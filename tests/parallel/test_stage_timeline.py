@@ -1,5 +1,6 @@
 """Pipeline schedules on paper: each pass once and after what it needs, known bubbles and activations, the picture."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 from typing import get_args
@@ -53,4 +54,14 @@ def test_the_picture():
         "rank 0 01..bb2bb.bb",
         "rank 1 .0bb1bb2bb..",
     ]
-    assert drawn(timeline("1F1B", 2, 3), 13).splitlines() == ["rank 0 0.b2bb", "rank 1 .b1bb."]
+    halves = [
+        "rank 0 0.b2bb",
+        "rank 1 .b1bb.",
+        "a column stands for 2 units of time; a forward pass takes one",
+    ]
+    assert drawn(timeline("1F1B", 2, 3), 13).splitlines() == halves
+
+
+def test_a_picture_with_few_columns_shows_both_halves_of_the_acts():
+    rows = drawn(timeline("1F1B", 4, 64), 7 + 40).splitlines()[:4]  # a sixth of the columns, so every sixth unit
+    assert all("b" in row[7:] and re.search(r"\d", row[7:]) for row in rows)

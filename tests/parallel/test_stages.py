@@ -1,16 +1,19 @@
 """Cutting a model into pipeline stages: all layers once, the slowest stage fast, and each refusal in one line."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from torch import nn
 
 from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.dims import ParallelDims
-from lightning_tricks.parallel.pipeline import copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
+from lightning_tricks.parallel.parallelize import find_blocks
+from lightning_tricks.parallel.pipeline import Pipeline, copy_on_meta, cut, find_pipelined, layers_of_stages, set_aside
 
 SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
 CONFIG = Llama(**SIZES)
@@ -88,7 +91,8 @@ class Misnamed(Decoder):
     [
         ({"embed": "first", "norm": "last"}, "pipeline_plan() does not say which stage has 'head.weight'"),
         ({"embed": "first", "nrom": "last"}, "pipeline_plan() says 'last' of 'nrom'"),
-        ({"embed": "middle"}, "pipeline_plan() says 'middle' of 'embed'"),
+        ({"embed": "middle"}, "pipeline_plan() says 'middle' of 'embed': give modules, first or last"),
+        ({"embed": "first", "head.weight": "last"}, "pipeline_plan() says 'last' of 'head.weight': give modules"),
     ],
 )
 def test_a_plan_with_a_fault_is_refused(plan, line, monkeypatch):
@@ -96,6 +100,51 @@ def test_a_plan_with_a_fault_is_refused(plan, line, monkeypatch):
     with pytest.raises(UsageError) as refused:
         cut(Misnamed(CONFIG), 0, 2, "1F1B")
     assert line in str(refused.value)
+
+
+class WithMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def pipeline_plan(self):
+        return {}
+
+    def stage(self, x, blocks, *, last, **inputs):
+        return x
+
+    def forward(self, x, mask=None, *, causal=True, **more):
+        return x
+
+
+def test_a_call_is_divided_by_its_names_and_refuses_tensors_without_the_rows():
+    group = SimpleNamespace(size=lambda: 2)
+    pipeline = Pipeline(cut(WithMore(), 0, 2, "1F1B"), group, "1F1B", 2, None, torch.device("cpu"))
+    x, labels = torch.ones(4, 2), torch.ones(4)
+    assert pipeline._inputs((x,), {"causal": False, "labels": labels}) == {"x": x, "causal": False, "labels": labels}
+    for other in (torch.ones(2, 2), torch.tensor(1.0)):
+        with pytest.raises(UsageError, match=r"mesh\.pipeline: 'mask' of shape \(.*\) has not the 4 rows"):
+            pipeline(x, other)
+    with pytest.raises(UsageError, match="a batch of 3 rows is no multiple"):
+        pipeline(x[:3])
+
+
+def test_the_loss_is_sent_in_fp32_whatever_the_default_type_is(monkeypatch):
+    group, sent = SimpleNamespace(size=lambda: 2), []
+    pipeline = Pipeline(cut(WithMore(), 0, 2, "1F1B"), group, "1F1B", 2, None, torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, **_: sent.append(tensor.dtype))
+    monkeypatch.setattr(torch, "zeros", partial(torch.zeros, dtype=torch.bfloat16))  # as under bf16-true
+    for losses in ([], [torch.ones((), dtype=torch.bfloat16)]):
+        pipeline._joined(losses)
+    assert sent == [torch.float32, torch.float32]
+
+
+def test_blocks_are_matched_in_the_whole_model():
+    model = nn.ModuleDict({"decoder": Decoder(CONFIG)})
+    FSDP2Strategy().cut_stages(model, ParallelDims(pipeline=2).of_world(2), 1)
+    assert list(find_blocks(model, [r"decoder\.blocks\.[05]"])) == ["decoder.blocks.5"]
+    with pytest.raises(UsageError, match="matches no submodule"):
+        find_blocks(model, [r"decoder\.blocks\.6"])
 
 
 def test_a_model_without_the_methods_or_with_weights_beside_is_refused():
@@ -121,13 +170,16 @@ def test_a_copy_on_meta_has_names_ties_and_marks():
     assert all(tensor.is_meta for tensor in copy_on_meta(normed).parameters())
 
 
-def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **options):
-    strategy = FSDP2Strategy(mesh=ParallelDims(pipeline=pipeline), **options)
-    module._trainer = SimpleNamespace(datamodule=datamodule, state=SimpleNamespace(fn=fn))
-    strategy._lightning_module = module
-    if plugin is not None:
-        strategy.precision_plugin = plugin
-    return strategy
+def check(module, datamodule=None, stage="fit", plugin=None, pipeline=2, accelerator=None, **options):
+    """As the command line does before it starts processes."""
+    trainer = SimpleNamespace(
+        num_nodes=1,
+        num_devices=pipeline,
+        lightning_module=module,
+        precision_plugin=plugin,
+        accelerator=accelerator or CPUAccelerator(),
+    )
+    FSDP2Strategy(mesh=ParallelDims(pipeline=pipeline), **options).check_run(trainer, datamodule, stage)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +193,7 @@ def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **op
             {"datamodule": SimpleNamespace(micro_batch_size=6)},
             "data.micro_batch_size=6 is no multiple of pipeline_micr",
         ),
-        ({"fn": "predict"}, "stages give a loss, and no logits"),
+        ({"stage": "predict"}, "stages give a loss, and no logits"),
         ({"pipeline": 4, "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: 1F1B on 4 pipeline ranks does not"),
         ({"pipeline_schedule": "DualPipeV", "pipeline_micro_batches": 3}, "pipeline_micro_batches=3: DualPipeV on 2"),
         (
@@ -150,25 +202,30 @@ def strategy_of(module, datamodule=None, fn="fit", plugin=None, pipeline=2, **op
         ),
         ({"pipeline": 8, "pipeline_micro_batches": 8}, "mesh.pipeline: 8 stages for 6 layers"),
         ({"layers_per_stage": [4, 4]}, "layers_per_stage=[4, 4]: give 2 numbers"),
+        ({"layers_per_stage": [6, 0]}, "layers_per_stage=[6, 0]: give a list of whole numbers of at least 1, one a st"),
+        ({"layers_per_stage": 3}, "layers_per_stage=3: give a list of whole numbers"),
+        ({"layers_per_stage": "33"}, "layers_per_stage='33': give a list of whole numbers"),
+        ({"pipeline_micro_batches": None}, "pipeline_micro_batches=None: give a whole number of at least 1"),
+        ({"pipeline_micro_batches": 2.5}, "pipeline_micro_batches=2.5: give a whole number of at least 1"),
     ],
 )
-def test_what_stages_cannot_have_is_refused_before_any_process_waits(options, line):
-    strategy = strategy_of(LanguageModel(CONFIG), **options)
+def test_what_stages_cannot_have_is_refused_before_any_process_is_started(options, line):
     with pytest.raises(UsageError) as refused:
-        strategy._check_module(strategy.mesh.of_world(strategy.mesh.pipeline))
+        check(LanguageModel(CONFIG), **options)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there(monkeypatch):
-    dims = ParallelDims(pipeline=2).of_world(2)
+def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there():
     module = LanguageModel(CONFIG, compile_blocks="auto")
-    strategy = strategy_of(module, pipeline_schedule="ZBVZeroBubble")
-    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cpu"))
-    strategy._check_module(dims)
-    monkeypatch.setattr(FSDP2Strategy, "root_device", torch.device("cuda"))
+    check(module, pipeline_schedule="ZBVZeroBubble")
     with pytest.raises(UsageError, match="compile_blocks: ZBVZeroBubble splits"):
-        strategy._check_module(dims)
+        check(module, pipeline_schedule="ZBVZeroBubble", accelerator=CUDAAccelerator())
+
+
+def test_one_layer_is_refused_as_such():
+    with pytest.raises(UsageError, match=r"mesh\.pipeline: Decoder has no two layers alike"):
+        check(LanguageModel(Llama(**{**SIZES, "n_layers": 1})))
 
 
 def test_what_passes_count_is_set_aside_and_attributes_of_other_modules_are_let_alone():
@@ -188,10 +245,9 @@ def test_what_passes_count_is_set_aside_and_attributes_of_other_modules_are_let_
 def test_a_loss_scale_is_refused_and_bf16_is_not():
     from lightning.pytorch.plugins import MixedPrecision
 
-    dims = ParallelDims(pipeline=2).of_world(2)
-    scaled = strategy_of(LanguageModel(CONFIG), plugin=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(UsageError, match=r"trainer\.precision=16-mixed: its loss scaling"):
-        scaled._check_module(dims)
-    strategy_of(LanguageModel(CONFIG), plugin=BF16Mixed())._check_module(dims)
+        check(LanguageModel(CONFIG), plugin=scaled)
+    check(LanguageModel(CONFIG), plugin=BF16Mixed())
     with pytest.raises(UsageError, match=r"pipeline_micro_batches=0: give a whole number of at least 1"):
         FSDP2Strategy(pipeline_micro_batches=0)

@@ -4,6 +4,7 @@ Each is a function that returns its line, or a `Note` where nothing was to be ch
 raises a UsageError has failed: its line says which option, which value and what to do. The others go on.
 """
 
+import copy
 import importlib.util
 import math
 import os
@@ -27,6 +28,7 @@ from lightning_tricks._host.writable import check_folders_of_run, free_bytes
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks._trainer.objects import is_a, steps_between_saves_of
 from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.commands.check.overlap import LARGEST_SHARE, SAMPLE, find_overlap
 from lightning_tricks.commands.plan import PlanOptions
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once, view_cluster
@@ -36,6 +38,7 @@ from lightning_tricks.commands.plan.plan import MemoryPlan, plan_recipe
 from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, read_setup
 from lightning_tricks.commands.plan.stages import loss_of_stages
 from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
+from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.logs.table import shows_unicode
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.parallel.pipeline import Cut
@@ -130,6 +133,7 @@ class Checked:
             strategy=SimpleNamespace() if isinstance(setup.strategy, str) else setup.strategy,
             precision_plugin=setup.plugin,
             accelerator=accelerator,
+            lightning_module=self.module,
             num_nodes=setup.nodes,
             num_devices=setup.devices,
             world_size=setup.world,
@@ -203,6 +207,28 @@ def data(checked: Checked) -> str | Note:
     return str(source.check_sample(getattr(getattr(module, "config", None), "vocab_size", None)))
 
 
+def overlap(checked: Checked) -> str | Note:
+    """Validation documents do not stand in the training data too."""
+    source = checked.datamodule
+    if not isinstance(source, TokenDataModule):
+        return Note("only TextData and TokenData are compared")
+    if not source.is_prepared():
+        return Note("not known before the text is tokenized, which prepare does")
+    source = copy.copy(source)
+    source.setup("fit")
+    train, val = (
+        [each.streams[split] for each in source.sources if split in each.streams] for split in ("train", "val")
+    )
+    if not val:
+        return Note("no validation data")
+    found = find_overlap(train, val, source.eot_id)
+    part = (
+        "" if max(map(len, train)) <= SAMPLE["train"] // len(train) else f"a sample of {SAMPLE['train']:,} tokens of "
+    )
+    line = f"{found} stand in {part}the training data too"
+    return Note(f"{line}: their loss says little of new text") if found.share > LARGEST_SHARE else line
+
+
 def schedule(checked: Checked) -> str | Note:
     """The learning rate over the run, its length, and its validations."""
     trainer = checked.trainer
@@ -234,7 +260,7 @@ def layout(checked: Checked) -> str | Note:
     if setup.kind != "fsdp2":
         return "one device" if setup.world == 1 else f"{setup.world} processes, {setup.kind}"
     dims = setup.dims
-    blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours else None
+    blocks = min(_BLOCKS, setup.module.config.n_layers) if setup.is_ours and setup.blocks_alike else None
     # the number of rows changes no collective, and each slice of the head takes time
     step = partial(_step, setup.changed(micro_batch_size=1)) if setup.is_ours and setup.rows else None
     if dims.pipeline > 1:
@@ -243,8 +269,8 @@ def layout(checked: Checked) -> str | Note:
         partial(setup.build, blocks), dims, setup.parallel_options(), step, cut=setup.strategy.cut_stages
     )
     ranks = ", ".join(str(view.rank) for view in views)
-    sent = f"ranks {ranks} send the same {len(views[0].collectives)} collectives" if step else f"ranks {ranks} divide"
-    return f"{dims} of {setup.world:,} devices: {sent}{f' in {blocks} blocks' if blocks else ' it alike'}"
+    sent = f"send the same {len(views[0].collectives)} collectives" if step else "divide it alike"
+    return f"{dims} of {setup.world:,} devices: ranks {ranks} {sent}{f' in {blocks} blocks' if blocks else ''}"
 
 
 def _step_of_stages(setup: RunSetup, cut: Cut, module: nn.Module) -> Tensor:
@@ -415,7 +441,7 @@ def folders(checked: Checked) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    recipe, model, settings, data, schedule, layout, memory, libraries, devices, disk, folders,
+    recipe, model, settings, data, overlap, schedule, layout, memory, libraries, devices, disk, folders,
 )  # fmt: skip
 
 

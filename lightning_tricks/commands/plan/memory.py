@@ -72,13 +72,17 @@ class WholeModel:
 
 
 def whole_model(setup: RunSetup) -> WholeModel:
-    """The model at its whole depth as rank 0 has it; nothing runs. In a forked process: it builds the module."""
+    """The model at its whole depth as rank 0 has it; nothing runs. In a forked process: it builds the module.
+
+    With pipeline ranks as one in the middle has it: the first one may have no experts.
+    """
     module = setup.build()
     if setup.kind != "fsdp2":
         setup.convert(module)
         return WholeModel(local_bytes(module), _gradients_of_replicas(setup, module))
-    with fake_world(0, setup.dims.world):
-        made, cut = _divided(setup, module)
+    rank = setup.dims.pipeline // 2 * setup.dims.stride("pipeline")
+    with fake_world(rank, setup.dims.world):
+        made, cut = _divided(setup, module, rank)
         stages = 1 if cut is None else len(cut.stages)
         sends = traffic(setup.dims, made.plan, setup.parallel_options(), module, stages)
         waits = 0.0 if cut is None else waiting(timeline_of(setup))
@@ -120,7 +124,7 @@ def traces_of(setup: RunSetup) -> list[Callable[[], Any]]:
             for rank in ranks
             for one in (partial(layers_held, setup, rank), partial(_trace_or_refuse, setup, None, rank))
         ]
-    deep = setup.is_ours and setup.module.config.n_layers > DEPTHS[1]
+    deep = setup.is_ours and setup.blocks_alike and setup.module.config.n_layers > DEPTHS[1]
     deep = deep and getattr(setup.module.config, "dense_layers", 0) < DEPTHS[0]  # so that a mixture is added
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 

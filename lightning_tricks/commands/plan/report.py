@@ -82,7 +82,9 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
     if plan.flops_per_token is None:
         yield _row("not known", "the FLOPs of this module: a run with MFUMonitor counts them")
         return
-    yield _row("FLOPs", f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice")
+    all_trained = ", as if nothing were frozen" if plan.parameters.get("frozen") else ""
+    flops = f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice{all_trained}"
+    yield _row("FLOPs", flops)
     if plan.device.peak is None:
         yield _row("not known", f"the peak of {plan.device.name} at {plan.setup.peak_dtype}: give --peak_tflops")
         return
@@ -107,12 +109,13 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
     for one in plan.whole.traffic:
         where = "between hosts" if plan.links.is_on_network(setup.dims, one.axis) else "in a host"
         link = f"{where}, {plan.links.speed(setup.dims, one.axis):g} GB/s"
+        name = "expert shards" if one.axis == "rest" else one.axis
         if not one.bytes(1):
-            yield _row(one.axis, f"{one.ranks} ranks, {link}: not counted")
+            yield _row(name, f"{one.ranks} ranks, {link}: not counted")
             continue
         size = one.bytes(setup.tokens) * setup.micro_batches
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
-        yield _row(one.axis, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
+        yield _row(name, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:
         if plan.whole.waits:
             yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")

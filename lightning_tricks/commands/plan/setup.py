@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -198,6 +199,11 @@ class RunSetup:
     def is_ours(self) -> bool:
         """Whether the module is a LanguageModel, whose depth can be changed and whose batch is known."""
         return isinstance(self.module, LanguageModel)
+
+    @property
+    def blocks_alike(self) -> bool:
+        """Whether `freeze` treats all blocks alike, so that a few stand for all: no pattern has a number in it."""
+        return not re.search(r"\d", " ".join(getattr(self.module, "freeze_patterns", None) or ()))
 
     @property
     def compiles(self) -> bool:

@@ -55,12 +55,13 @@ def run(
 
 def _of_pipeline(model: Any, datamodule: Any, trainer: Any, columns: int) -> str:
     from lightning_tricks.commands.plan.setup import read_setup
-    from lightning_tricks.parallel.stage_timeline import drawn, timeline, waiting
+    from lightning_tricks.parallel.stage_timeline import check_order, drawn, timeline, waiting
 
     setup = read_setup(model, datamodule, trainer, None, None, on_gpu=False)
     ranks, strategy = setup.dims.pipeline, setup.strategy
     if ranks == 1:
         raise UsageError("pipeline: the recipe has no pipeline ranks: give --trainer.strategy.init_args.mesh.pipeline")
+    check_order(strategy.pipeline_schedule, ranks, strategy.pipeline_micro_batches)
     acts = timeline(strategy.pipeline_schedule, ranks, strategy.pipeline_micro_batches)
     return (
         f"{strategy.pipeline_schedule}, {strategy.pipeline_micro_batches} micro-batches: {ranks} pipeline ranks wait "

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 
-from lightning_tricks._core.errors import UsageError, check_choice
+from lightning_tricks._core.errors import UsageError, check_choice, check_count
 from lightning_tricks._core.protocols import CastsShards, KnowsWeights
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.loop import is_accumulating
-from lightning_tricks._trainer.objects import set_device_mesh, unwrapped
+from lightning_tricks._trainer.objects import is_a, set_device_mesh, unwrapped
 from lightning_tricks._trainer.run_facts import WeightsLayout, enabled_scaler
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, open_checkpoint
@@ -146,8 +146,10 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.context_method = context_method
         self.reduce_gradients = reduce_gradients
         check_choice("pipeline_schedule", pipeline_schedule, PipelineSchedule)
-        if pipeline_micro_batches < 1:
-            raise UsageError(f"pipeline_micro_batches={pipeline_micro_batches}: give a whole number of at least 1")
+        check_count("pipeline_micro_batches", pipeline_micro_batches)
+        given = [] if layers_per_stage is None else layers_per_stage
+        if not isinstance(given, list | tuple) or not all(type(count) is int and count > 0 for count in given):
+            raise UsageError(f"layers_per_stage={given!r}: give a list of whole numbers of at least 1, one a stage")
         self.pipeline_schedule, self.pipeline_micro_batches = pipeline_schedule, pipeline_micro_batches
         self.layers_per_stage = layers_per_stage
         self._waiting = WaitingGradients(reduce_gradients)
@@ -179,10 +181,24 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """The sizes of the mesh for `world` processes; see `ParallelDims.of_world`."""
         return (self.mesh or ParallelDims()).of_world(world)
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse sizes, rows or a module that cannot be divided so, as far as known, before any process is started."""
+        dims, whole = self.dims_of(trainer.num_nodes * trainer.num_devices), trainer.lightning_module
+        length = getattr(datamodule, "seq_len", None)
+        if dims.context > 1 and isinstance(length, int):
+            check_length(length, dims.context)
+        if dims.pipeline > 1:
+            self._check_pipeline(dims, trainer, datamodule, stage)
+        module = whole.without_data() if isinstance(whole, KnowsWeights) else whole
+        if next(module.parameters(), None) is not None:
+            check_module(module, dims)
+            if dims.pipeline > 1:
+                self.cut_stages(copy_on_meta(module), dims, 0)
+
     def setup_environment(self) -> None:
         """Check the sizes, join the process group, and name the mesh: `replicate`, `shard` and `tensor`."""
-        dims = self.dims
-        self._check_module(dims)
+        dims, trainer = self.dims, self._module.trainer
+        self.check_run(trainer, trainer.datamodule, trainer.state.fn)
         if self._offloads and self._process_group_backend is None:
             self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of gradients on the host are added up there
         super(pl.strategies.ModelParallelStrategy, self).setup_environment()
@@ -191,26 +207,13 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self._device_mesh = self.groups.device_mesh
         set_device_mesh(self._module, self._device_mesh)
 
-    def _check_module(self, dims: ParallelDims) -> None:
-        """Refuse rows, or a module, that cannot be divided so, as far as they are known before any process waits."""
-        length = getattr(self._module.trainer.datamodule, "seq_len", None)
-        if dims.context > 1 and isinstance(length, int):
-            check_length(length, dims.context)
-        module = self._module.without_data() if isinstance(self._module, KnowsWeights) else self._module
-        if dims.pipeline > 1:
-            self._check_pipeline(dims)
-        if next(module.parameters(), None) is not None:
-            check_module(module, dims)
-            if dims.pipeline > 1:
-                self.cut_stages(copy_on_meta(module), dims, 0)
-
-    def _check_pipeline(self, dims: ParallelDims) -> None:
+    def _check_pipeline(self, dims: ParallelDims, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse options and rows that stages cannot have."""
-        schedule, trainer = self.pipeline_schedule, self._module.trainer
-        rows = getattr(trainer.datamodule, "micro_batch_size", None)
-        chosen = getattr(self._module, "compile_blocks", False)
-        compiled = self.compile_blocks or chosen is True or (chosen == "auto" and self.root_device.type != "cpu")
-        count = self.pipeline_micro_batches
+        schedule, count, plugin = self.pipeline_schedule, self.pipeline_micro_batches, trainer.precision_plugin
+        rows = getattr(datamodule, "micro_batch_size", None)
+        chosen = getattr(trainer.lightning_module, "compile_blocks", False)
+        on_cpu = is_a(trainer.accelerator, "CPUAccelerator")
+        compiled = self.compile_blocks or chosen is True or (chosen == "auto" and not on_cpu)
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
              "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
@@ -219,11 +222,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             (self.reduce_gradients == "step", "reduce_gradients=step: stages reduce once a batch: leave it out"),
             (not self._save_distributed_checkpoint, "save_distributed_checkpoint=False: no rank has all weights: save "
              "folders, which `export` makes one file of"),
-            (enabled_scaler(self.precision_plugin) is not None, f"trainer.precision={self.precision_plugin.precision}: "
+            (enabled_scaler(plugin) is not None, f"trainer.precision={getattr(plugin, 'precision', None)}: "
              "its loss scaling comes after the backward passes of the stages: take bf16"),
             (isinstance(rows, int) and rows % count, f"data.micro_batch_size={rows} is no multiple of "
              f"pipeline_micro_batches={count}: change one of the two"),
-            (trainer.state.fn == "predict", "stages give a loss, and no logits: predict in one process"),
+            (stage == "predict", "stages give a loss, and no logits: predict in one process"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(f"mesh.pipeline: {line}")

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name, whole_of
+from lightning_tricks._core.find_modules import clean_name, names_of_others, whole_of
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.open_checkpoint import (
     ALL,
@@ -37,7 +37,7 @@ from lightning_tricks.checkpoints.record import checksum_of
 from lightning_tricks.checkpoints.write_file import open_checksummed, save_with_record
 from lightning_tricks.optim.keep_settings_on_load import LOW_BIT, empty_state, owners_of, plain_values, to_low_bit
 from lightning_tricks.parallel.agreement import on_all_ranks
-from lightning_tricks.strategies.fsdp2.stage_state import join_stages, names_of_others, of_stage
+from lightning_tricks.strategies.fsdp2.stage_state import join_stages, of_stage
 
 
 def gather(tree: Any, keep: bool) -> Any:

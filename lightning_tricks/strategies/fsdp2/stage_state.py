@@ -12,15 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.find_modules import clean_name, whole_of
+from lightning_tricks._core.find_modules import clean_name, names_of_others, whole_of
 from lightning_tricks.parallel.agreement import on_all_ranks
 
 State = Mapping[str, Any]
-
-
-def names_of_others(module: nn.Module) -> set[str]:
-    """The names of the weights and buffers that other pipeline stages have; none without stages."""
-    return set(map(clean_name, whole_of(module).state_dict())) - set(map(clean_name, module.state_dict()))
 
 
 def join_stages(module: nn.Module, state_dict: State) -> dict[str, Any]:
