@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks.data.remote import RemoteFile, each
-from lightning_tricks.data.token_formats import (
-    FORMATS,
-    HEADER_INTS,
-    File,
-    ShardFormat,
-    TokenDtype,
-    open_parts,
-)
+from lightning_tricks.data.token_formats import FORMATS, HEADER_INTS, File, ShardFormat, TokenDtype, open_parts
 
 SHARD_TOKENS = 100_000_000  # 200 MB a file, as llm.c cuts FineWeb
 BLOCK_BYTES, SAMPLED_BLOCKS = 4096, 256  # of all files together, for a fingerprint

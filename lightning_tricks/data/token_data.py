@@ -81,6 +81,7 @@ class TokenData(TokenDataModule):
         self.shard_format, self.token_dtype = shard_format, token_dtype
         check_choice("shard_format", shard_format, ShardFormat)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_gib = cache_gib
         self._cache = BlockCache(self.cache_dir / "remote", cache_gib)
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self.vocab_size, self.eot_id = vocab_size, eot_id

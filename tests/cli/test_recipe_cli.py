@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cli.test_entries import MODEL
 from cli.wrong_inputs import SMALL
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.cli import RecipeCLI, load_recipe
+from lightning_tricks.cli import RecipeCLI, load_recipe, recipe_cli
 from lightning_tricks.commands import cp, prepare, recipes_folder
 from lightning_tricks.models import GPT2, Llama
 
@@ -166,3 +167,16 @@ def test_a_checkpoints_hyper_parameters_do_not_override_the_users(tmp_path, monk
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     again = [*common, "--trainer.max_steps=4", f"--ckpt_path={checkpoint}"]
     assert RecipeCLI(args=[*again, "--model.init_args.momentum=0.25"]).model.hparams.momentum == 0.25
+
+
+def test_torchs_advice_on_sharded_embeddings_is_left_out_and_on_other_layers_it_is_not(monkeypatch):
+    def give(args, change):
+        for name in ("FSDPEmbedding", "FSDPLinear"):
+            warnings.warn(f"FSDP2-wrapped module ({name}) returned a view tensor. An in-place op", stacklevel=1)
+
+    monkeypatch.setattr(recipe_cli, "RecipeCLI", give)
+    monkeypatch.setattr(sys, "argv", ["lightning-tricks"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recipe_cli.main(["fit"])
+    assert [str(one.message)[:33] for one in told] == ["FSDP2-wrapped module (FSDPLinear)"]

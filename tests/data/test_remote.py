@@ -104,11 +104,14 @@ def test_what_was_read_once_is_read_from_the_disk_by_any_process(bucket, tmp_pat
 
 def test_blocks_of_a_replaced_file_are_not_taken_for_its(bucket, tmp_path):
     (tmp_path / "local").mkdir()
+    data = None
     for first in (0, 1):
-        written.datatrove(tmp_path / "local", [np.arange(100) + first])
+        written.datatrove(tmp_path / "local", [np.arange(100) + first] * (first + 1))  # and another size of the index
         upload(tmp_path / "local")
-        data = opened(tmp_path)
+        data = data or opened(tmp_path)
+        data.setup()
         assert data.streams["train"].read(0, 3).tolist() == [first, first + 1, first + 2]
+        assert len(data.streams["train"].document_ends()) == first + 1
 
 
 def test_the_fingerprint_of_a_remote_file_is_that_of_its_size_and_version_and_reads_nothing(bucket, tmp_path):

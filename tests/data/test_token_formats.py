@@ -124,6 +124,14 @@ def test_documents_without_tokens_add_no_end(tmp_path):
     assert document_ends(opened(path), 5, 9).tolist() == [14]
 
 
+@pytest.mark.parametrize("count", [255, 256, 65_535, 65_536])
+def test_the_shape_of_an_mds_sample_takes_as_many_bytes_as_its_length_needs(tmp_path, count):
+    documents = [np.arange(count), np.arange(7)]
+    stream = opened(written.mds(tmp_path / "s", documents))
+    assert stream.read(0, len(stream)).tolist() == np.concatenate(documents).tolist()
+    assert stream.document_ends().tolist() == [count, count + 7]
+
+
 def test_sources_are_files_folders_and_globs(tmp_path):
     for name in ("b", "a"):
         written.litdata(tmp_path / name, SMALL)
@@ -221,6 +229,7 @@ REFUSED = [
     refused(unequal, "m.bin: 11148 bytes where m.idx says 12388"),
     refused(written.megatron, "no index of Megatron", replaced("m.idx", 9, b"\2"), shard_format="megatron"),
     refused(written.megatron, "type 7 in m.idx is none of token ids", replaced("m.idx", 17, b"\7")),
+    refused(written.megatron, "where m.idx says 12388; copy both", replaced("m.idx", 34 + 12 * 7 + 8 * 7, b"\6")),
     refused(written.megatron, "m.idx beside it is missing", removed("m.idx"), shard_format="megatron"),
     refused(written.megatron, "wrong magic 500 .* name the format of bare ids", removed("m.idx")),
     refused(nothing(written.megatron), "m.bin: it holds no tokens; leave it out"),
