@@ -57,7 +57,8 @@ class PackedRows:
             )
         self.stream, self.eot_id, self.seq_len = stream, eot_id, seq_len
         slack, block = packing.SLACK, packing.BLOCK_TOKENS
-        self._settings = repr((FORMAT_VERSION, fingerprint, len(stream), eot_id, seq_len, seed, slack, block))
+        known_by = fingerprint, len(stream), stream.knows_documents, eot_id
+        self._settings = repr((FORMAT_VERSION, *known_by, seq_len, seed, slack, block))
         self.folder = cache_dir / f"packing-{hashlib.sha256(self._settings.encode()).hexdigest()[:16]}"
         build_once(self.folder, lambda folder: self._plan(folder, seed))
         self._open()

@@ -22,7 +22,7 @@ from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import load_weights
 from lightning_tricks.commands.autopsy import autopsy, documents_of, joined, rows_of
 from lightning_tricks.data import ShardWriter
-from lightning_tricks.data.shards import HEADER_INTS
+from lightning_tricks.data.shards import HEADER_INTS, TokenStream
 
 pytestmark = pytest.mark.long  # the run is one of two processes
 DECODER = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
@@ -347,10 +347,15 @@ def test_a_document_ends_with_its_end_of_text_token(tmp_path):
     assert len(documents_of(rows, [0], [batch], None)) == 1
 
 
-def test_documents_of_packed_rows_are_their_pieces_without_what_fills_a_row_up(tmp_path):
-    lengths = np.random.default_rng(0).integers(2, 60, 50)
-    ids = np.arange(1, lengths.sum() + 1)
-    ids[np.cumsum(lengths) - 1] = 0
+@pytest.mark.parametrize("by_index", [False, True])
+def test_documents_of_packed_rows_are_their_pieces_without_what_fills_a_row_up(tmp_path, monkeypatch, by_index):
+    ends = np.cumsum(np.random.default_rng(0).integers(2, 60, 50))
+    ids = np.arange(1, ends[-1] + 1)
+    if by_index:  # an index tells where documents end, without a token for it
+        in_index = lambda self, start, stop, eot_id: ends[(ends > start) & (ends <= stop)]  # noqa: E731
+        monkeypatch.setattr(TokenStream, "document_ends", in_index)
+    else:
+        ids[ends - 1] = 0
     with ShardWriter(tmp_path, "train", 5000) as writer:
         writer.append(ids)
     data = TokenData(

@@ -88,8 +88,8 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "one process": Layout(ParallelDims().of_world(1)),
     "two shards": Layout(ParallelDims().of_world(2)),
-    "two expert ranks": Layout(ParallelDims(expert=2).of_world(2), experts=True, seed=4),
-    "two tensor ranks": Layout(ParallelDims(tensor=2).of_world(2), seed=7),
+    "two expert ranks": Layout(ParallelDims(expert=2).of_world(2), experts=True, seed=7),
+    "two tensor ranks": Layout(ParallelDims(tensor=2).of_world(2), seed=4),
     "two stages": Layout(ParallelDims(pipeline=2).of_world(2), seed=5, refused=(("precision", "FP16Mixed"),)),
 }
 EXPERTS = Llama(
