@@ -93,11 +93,11 @@ def test_a_part_of_several_shards_and_one_without_a_split_are_numbered_through(r
     data.setup()
     meta = data.meta
     shards = {split: [name for name in meta["shards"] if name.startswith(split)] for split in ("train", "val")}
-    assert len(shards["train"]) > 2 * len(data._corpus.parts) > 2 * len(shards["val"])
+    assert len(shards["train"]) > 2 * len(data.corpus.parts) > 2 * len(shards["val"])
     for split, found in shards.items():
         assert found == [f"{split}_{number:06d}.bin" for number in range(len(found))]
-    threshold = tokenize_corpus.validation_threshold(data._corpus.documents(), 0.004)
-    training = [one for one in data._corpus.documents() if tokenize_corpus.document_hash(one) >= threshold]
+    threshold = tokenize_corpus.validation_threshold(data.corpus.documents(), 0.004)
+    training = [one for one in data.corpus.documents() if tokenize_corpus.document_hash(one) >= threshold]
     assert data.training_text() == "".join(training).encode()
 
 
