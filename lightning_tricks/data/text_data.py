@@ -95,7 +95,7 @@ class TextData(TokenDataModule):
         document_ids: add `document_ids` and `document_starts`, so that attention can stay within documents.
         cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
-        drop_duplicates: leave out each document of which an equal one came before; see `prepare_share`.
+        drop_duplicates: leave out each document of which an equal one came before, in any of the files.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
