@@ -121,7 +121,7 @@ class TextData(TokenDataModule):
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
             in which no document is cut that fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`.
-        drop_duplicates: leave out each document of which an equal one came before; see `prepare_share`.
+        drop_duplicates: leave out each document of which an equal one came before, in any of the files.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
