@@ -73,6 +73,9 @@ class MixtureData(TokenDataModule):
     Batches have `source` (B,) int64, the number of each row's source. Validation batches have rows of one source each.
     A LanguageModel logs losses, tokens and epochs of each.
 
+    Example:
+        >>> data = MixtureData([{"data": "web/*.txt", "weight": 0.7}, {"data": "code/*.jsonl", "weight": 0.3}])
+
     Args:
         sources: what is mixed; all have one tokenizer.
         weights: later weights, such as those of an annealing phase.

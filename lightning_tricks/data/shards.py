@@ -7,6 +7,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -193,11 +194,11 @@ class TokenStream:
         self._parts = [part for parts in opened for part in parts]
         self.paths = [part.file for part in self._parts]
         self._shards = [part.tokens for part in self._parts]
-        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        self._ends = [*accumulate(map(len, self._shards))]
         self._maxima: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def __getstate__(self) -> dict[str, Any]:
         return self._arguments
@@ -207,7 +208,7 @@ class TokenStream:
 
     def _locate(self, offset: int) -> tuple[int, int]:
         shard = bisect_right(self._ends, offset)
-        return shard, offset - int(self._ends[shard - 1] if shard else 0)
+        return shard, offset - (self._ends[shard - 1] if shard else 0)
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         """Tokens start..start+count-1, shape (count,); fewer where the stream ends."""
@@ -250,8 +251,8 @@ class TokenStream:
             return np.flatnonzero(self.view(start, stop - start) == eot_id) + start + 1
         found = [np.empty(0, dtype=np.int64)]
         for number in range(self._locate(start)[0], self._locate(stop - 1)[0] + 1 if stop > start else 0):
-            before = int(self._ends[number]) - len(self._shards[number])
-            ends = self._parts[number].ends_between(max(start - before, 0), min(stop, int(self._ends[number])) - before)
+            before = self._ends[number] - len(self._shards[number])
+            ends = self._parts[number].ends_between(max(start - before, 0), min(stop, self._ends[number]) - before)
             assert ends is not None
             found.append(ends + before)
         return np.concatenate(found)
@@ -282,7 +283,7 @@ class TokenStream:
         The largest id of each shard is remembered, so a second question is answered without reading. Remote shards are
         passed over: their ids are checked in each batch.
         """
-        for number, (shard, end) in enumerate(zip(self._shards, self._ends.tolist(), strict=True)):
+        for number, (shard, end) in enumerate(zip(self._shards, self._ends, strict=True)):
             before = end - len(shard)
             if before >= limit:
                 break

@@ -17,7 +17,7 @@ class Tokens(TokenStream):
     knows_documents = False
 
     def __init__(self, ids):
-        self.paths, self._shards, self._ends = [], [np.array(ids)], np.array([len(ids)])
+        self.paths, self._shards, self._ends = [], [np.array(ids)], [len(ids)]
 
 
 def test_a_label_is_the_token_after_its_input():
