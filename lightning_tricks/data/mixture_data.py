@@ -181,7 +181,7 @@ class MixtureData(TokenDataModule):
         """Refuse sources that are not there."""
         for part in self._parts.values():
             part.check_run(trainer, datamodule, stage)
-        if trainer.max_steps < 0 and any(change.at_fraction is not None for change in self._changes):
+        if any(change.at_fraction is not None for change in self._changes) and trainer.max_steps < 0:
             raise UsageError("weights: at_fraction needs the length of the run; give trainer.max_steps, or at_tokens")
 
     def check_sample(self, vocab_size: int | None) -> str:

@@ -24,6 +24,7 @@ EXAMPLES = {
     "CosineRestarts": {"first_cycle_steps": 4},
     "InitFrom": {"path": "weights.pt"},
     "LRScalingRule": {"reference_batch_samples": 2},
+    "MixtureData": {"sources": [{"data": "train.bin"}]},
     "TotalTokens": {"total_tokens": 8},
     "TokenData": {"train": "train.bin", "val": "val.bin"},
 }
