@@ -90,4 +90,6 @@ def test_a_norm_of_any_size_has_the_second_derivative_of_torchs():
         (first,) = grad(normed.pow(3).sum(), x, create_graph=True)
         return grad(first.square().sum(), x)[0]
 
-    torch.testing.assert_close(second(norm(x)), second(F.rms_norm(x, (64,), norm.weight, 1e-5)), rtol=1e-4, atol=1e-4)
+    expected = second(F.rms_norm(x, (64,), norm.weight, 1e-5))
+    # sums of large terms: rounded as the largest is
+    torch.testing.assert_close(second(norm(x)), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -154,7 +154,7 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
         ("data", {"val": "no.bin"}, "val='no.bin': matches no file; check the path"),
         ("data", {"vocab_size": 40}, "does not fit vocab_size, which has 40 tokens; raise vocab_size"),
         ("data", {"seq_len": 5000}, "seq_len=5000: the training data has 3900 tokens; shorten it"),
-        ("data", {"shard_format": "nanogpt"}, "does not fit"),
+        ("data", {"shard_format": "nanogpt"}, "it begins with a header"),
     ],
 )
 def test_a_fault_is_named_by_its_check_alone(folder, monkeypatch, name, options, words):

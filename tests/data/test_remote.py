@@ -111,7 +111,7 @@ def test_blocks_of_a_replaced_file_are_not_taken_for_its(bucket, tmp_path):
         data = data or opened(tmp_path)
         data.setup()
         assert data.streams["train"].read(0, 3).tolist() == [first, first + 1, first + 2]
-        assert len(data.streams["train"].document_ends()) == first + 1
+        assert len(document_ends(data.streams["train"])) == first + 1
 
 
 def test_the_fingerprint_of_a_remote_file_is_that_of_its_size_and_version_and_reads_nothing(bucket, tmp_path):

@@ -129,7 +129,7 @@ def test_the_shape_of_an_mds_sample_takes_as_many_bytes_as_its_length_needs(tmp_
     documents = [np.arange(count), np.arange(7)]
     stream = opened(written.mds(tmp_path / "s", documents))
     assert stream.read(0, len(stream)).tolist() == np.concatenate(documents).tolist()
-    assert stream.document_ends().tolist() == [count, count + 7]
+    assert document_ends(stream).tolist() == [count, count + 7]
 
 
 def test_sources_are_files_folders_and_globs(tmp_path):

@@ -10,7 +10,7 @@ from lightning_tricks.accounting.flop_counting import _more_formulas
 from lightning_tricks.commands.autopsy import joined
 from lightning_tricks.commands.coordinate_check import _batches
 from lightning_tricks.data import TokenData
-from lightning_tricks.data.batches import with_documents
+from lightning_tricks.data.batches import begins_after, with_documents
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Decoder, Llama, attention, documents
 from lightning_tricks.models.attention import causal_attention, document_mask, max_logit
@@ -24,7 +24,9 @@ def rows_of(*rows):
     tokens = torch.ones(len(rows), sum(rows[0]), dtype=torch.int64)
     for row, lengths in enumerate(rows):
         tokens[row, torch.tensor(lengths).cumsum(0) - 1] = 0
-    found = {name: torch.from_numpy(array) for name, array in with_documents(tokens.numpy(), eot_id=0).items()}
+    found = {
+        name: torch.from_numpy(array) for name, array in with_documents(begins_after(tokens.numpy(), eot_id=0)).items()
+    }
     return found["document_ids"], found.get("document_starts")
 
 
