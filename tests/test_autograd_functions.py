@@ -92,4 +92,4 @@ def test_a_norm_of_any_size_has_the_second_derivative_of_torchs():
 
     expected = second(F.rms_norm(x, (64,), norm.weight, 1e-5))
     # sums of large terms: rounded as the largest is
-    torch.testing.assert_close(second(norm(x)), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(second(norm(x)), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
