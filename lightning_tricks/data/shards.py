@@ -170,7 +170,7 @@ class ByteCorrections:
         return found
 
 
-_CHUNK = 1 << 24  # tokens compared at once in a scan
+_CHUNK = 1 << 22  # tokens compared at once in a scan
 
 
 class TokenStream:
@@ -195,7 +195,7 @@ class TokenStream:
         self.paths = [part.file for part in self._parts]
         self._shards = [part.tokens for part in self._parts]
         self._ends = [*accumulate(map(len, self._shards))]
-        self._maxima: dict[int, int] = {}
+        self._maxima: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -280,7 +280,7 @@ class TokenStream:
     def first_at_least(self, bound: int, limit: int) -> int | None:
         """Offset of the first id >= `bound` among the first `limit` tokens, None when there is none.
 
-        The largest id of each shard is remembered, so a second question is answered without reading. Remote shards are
+        The largest id of what was read of each shard is remembered, so a second question is answered without reading. Remote shards are
         passed over: their ids are checked in each batch.
         """
         for number, (shard, end) in enumerate(zip(self._shards, self._ends, strict=True)):
@@ -289,9 +289,11 @@ class TokenStream:
                 break
             if isinstance(self.paths[number], RemoteFile):
                 continue
-            if number not in self._maxima:
-                self._maxima[number] = max(int(shard[i : i + _CHUNK].max()) for i in range(0, len(shard), _CHUNK))
-            if self._maxima[number] >= bound:
-                i = next(i for i in range(0, len(shard), _CHUNK) if shard[i : i + _CHUNK].max() >= bound)
-                return before + i + int(np.argmax(shard[i : i + _CHUNK] >= bound))
+            stop = min(len(shard), limit - before)
+            chunks = [slice(i, min(i + _CHUNK, stop)) for i in range(0, stop, _CHUNK)]
+            if (number, stop) not in self._maxima:
+                self._maxima[number, stop] = max(int(shard.read(chunk).max()) for chunk in chunks)
+            if self._maxima[number, stop] >= bound:
+                chunk = next(chunk for chunk in chunks if shard.read(chunk).max() >= bound)
+                return before + chunk.start + int(np.argmax(shard.read(chunk) >= bound))
         return None

@@ -104,10 +104,11 @@ class FileArray:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             _maps.add(mapped)
             self._mapped = np.frombuffer(mapped, self.dtype, self._count, self.offset)
-        found = self._read(part) if self._mapped is None else self._mapped[part]
+        found = self.read(part) if self._mapped is None else self._mapped[part]
         return found if self._convert is None else self._convert(found)
 
-    def _read(self, part: slice) -> NDArray[Any]:
+    def read(self, part: slice) -> NDArray[Any]:
+        """A slice of what the file holds, which is not mapped for it: pages of a scan are not kept in memory."""
         start, stop, _ = part.indices(self._count)
         place = self.offset + start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
         raw = self.file.read(*place) if isinstance(self.file, RemoteFile) else _head(self.file, *place)
@@ -351,6 +352,8 @@ class SampleArray:
             parts.append(self._bytes[first : first + count * size].view(self.dtype))
             start += count
         return np.concatenate(parts)
+
+    read = __getitem__
 
 
 def _mds(index: File, token_dtype: str | None) -> list[TokenPart]:
