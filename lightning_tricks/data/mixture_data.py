@@ -20,7 +20,13 @@ from lightning_tricks.data.mixture import UNIT, Mixture, Resolved, Stage
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, derive_key
 from lightning_tricks.data.text_data import TextData, learn_tokenizer
 from lightning_tricks.data.token_data import TokenData, holds_tokens
-from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
+from lightning_tricks.data.tokenizer import (
+    check_vocab_size,
+    end_of_text,
+    open_tokenizer,
+    tokenizer_sha256,
+    vocabulary_size,
+)
 
 __all__ = ["MixtureData", "MixtureSource", "WeightChange"]
 
@@ -114,6 +120,8 @@ class MixtureData(TokenDataModule):
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        if tokenizer is None:
+            check_vocab_size(vocab_size)
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
         self.vocab_size = vocab_size if self._given_tokenizer is None else vocabulary_size(self._given_tokenizer)
@@ -249,6 +257,10 @@ class MixtureData(TokenDataModule):
             raise UsageError(f"sources: {first} and {second} have different tokenizers; encode both with one")
         texts = [part for part in self._parts.values() if isinstance(part, TextData)]
         if not known and texts:
+            if written := [name for name, part in self._parts.items() if isinstance(part, TokenData)]:
+                raise UsageError(
+                    f"tokenizer=None: give the one that wrote {written[0]}, so that text gets the same ids"
+                )
             path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir, learn)
             if path is None:
                 return False
@@ -281,7 +293,8 @@ class MixtureData(TokenDataModule):
         weights = self._weights
         if weights is None:
             power = 1.0 if self.temperature is None else self.temperature
-            weights = {source.name: len(source.streams["train"]) ** power for source in self.sources}
+            tokens = {source.name: len(source.streams["train"]) for source in self.sources}
+            weights = {name: (count / max(tokens.values())) ** power for name, count in tokens.items()}
         stages = [Stage(0, weights)]
         for change in self._changes:
             if change.at_tokens is not None:
@@ -327,12 +340,14 @@ class MixtureData(TokenDataModule):
         """When sources end; refuses a run that is longer than all of them."""
         assert self._mixture is not None
         stop = self._cursor.position_at(trainer, trainer.max_steps) if trainer.max_steps >= 0 else None
+        if stop is None and (passes := trainer.max_epochs or 0) > 0:
+            stop = passes * self._order().rows_in_pass
         end = self._mixture.end
         if end is not None and (stop is None or stop > end):
             length = "has no end" if stop is None else f"takes {stop:,} rows"
             raise UsageError(
                 f"sources: by max_epochs all of them end after {end:,} rows, and the run {length}; raise max_epochs of "
-                "one, or lower trainer.max_steps"
+                "one, or lower trainer.max_steps or its max_epochs"
             )
         segments = self._mixture.segments()
         for before, after in pairwise(segments):
