@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -367,10 +368,14 @@ class MixtureData(TokenDataModule):
         return self.seen(self._cursor.position_at(trainer, steps_done(trainer) + 1))
 
     def seen(self, position: int) -> dict[str, tuple[int, float]]:
-        """Tokens and epochs of each source in the samples before a position, by name."""
+        """Tokens and epochs of each source in the samples before a position, but for skipped ones, by name."""
         assert self._mixture is not None
         passes = {source.name: self._pass(source).rows for source in self.sources}
-        counts = self._mixture.counts(position)
+        counts = Counter(self._mixture.counts(position))
+        for first, last in self._cursor.skipped.ranges:
+            if first < position:
+                counts.subtract(self._mixture.counts(min(last + 1, position)))
+                counts.update(self._mixture.counts(first))
         return {name: (counts[name] * self.seq_len, counts[name] / passes[name]) for name in passes}
 
     # ---- checkpoints

@@ -213,6 +213,13 @@ def test_a_folder_of_token_shards_is_a_source_by_its_path(shards):
     assert data.sources[0].streams["train"].paths == [shards / "web" / "train_000000.bin"]
 
 
+def test_skipped_samples_count_as_tokens_of_no_source(shards):
+    data = mixture(shards, 5, 3, 2, skip_samples=[[10, 29], [70, 90]])
+    rows = data.training_rows()
+    served = Counter(int(rows[n]["source"][0]) for n in range(80) if not (10 <= n <= 29 or n >= 70))
+    assert [tokens for tokens, _ in data.seen(80).values()] == [T * served[source] for source in range(3)]
+
+
 def test_a_run_longer_than_all_its_sources_is_refused(shards, tmp_path):
     ends = {"web": 1, "code": 1}
     rows = sum(order.rows for order in mixture(shards, 1, 1)._order().passes)
