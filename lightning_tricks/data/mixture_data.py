@@ -190,8 +190,6 @@ class MixtureData(TokenDataModule):
         """Refuse sources that are not there."""
         for part in self._parts.values():
             part.check_run(trainer, datamodule, stage)
-        if any(change.at_fraction is not None for change in self._changes) and trainer.max_steps < 0:
-            raise UsageError("weights: at_fraction needs the length of the run; give trainer.max_steps, or at_tokens")
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Look at each source as its own check does; a line on them, for `check`."""
@@ -302,6 +300,8 @@ class MixtureData(TokenDataModule):
                 stages.append(Stage(-(-change.at_tokens // self.seq_len), change.weights))
             elif trainer is not None:
                 assert change.at_fraction is not None
+                if trainer.max_steps < 0:  # by now TotalTokens has set it
+                    raise UsageError("weights: at_fraction needs trainer.max_steps or TotalTokens; else give at_tokens")
                 step = round(change.at_fraction * trainer.max_steps)
                 stages.append(Stage(self._cursor.position_at(trainer, step), change.weights))
         return stages

@@ -9,7 +9,7 @@ import torch
 from harness.models import Small
 from harness.runs import fit, trainer_with
 
-from lightning_tricks import LanguageModel, Llama
+from lightning_tricks import LanguageModel, Llama, TotalTokens
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.data import MixtureData, MixtureSource, ShardWriter, TextData, TokenData, WeightChange
@@ -351,3 +351,14 @@ def test_a_language_model_logs_each_source_by_itself(shards, tmp_path):
     served = run.at("sources/web/tokens")
     assert served and all(count == data.seen(6 * (step + 1))["web"][0] for step, count in served.items())
     assert run.at("sources/books/epochs").keys() == served.keys()
+
+
+def test_a_change_at_a_fraction_takes_the_length_from_total_tokens(shards, tmp_path):
+    change = WeightChange({"web": 0, "code": 1}, at_fraction=0.5)
+    made = lambda: MixtureData(sources(shards, 1, 0), [change], seq_len=T, micro_batch_size=1)  # noqa: E731
+    trainer, model = trainer_with(max_steps=-1, limit_val_batches=0), Watching()
+    trainer.callbacks.append(TotalTokens(20 * T, micro_batch_tokens=T))
+    trainer.fit(model, made())
+    assert [source for source, *_ in model.rows] == [0] * 10 + [1] * 10
+    with pytest.raises(UsageError, match=r"at_fraction needs trainer.max_steps or TotalTokens"):
+        trained(made(), tmp_path, -1, max_epochs=1)
