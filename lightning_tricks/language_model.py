@@ -407,7 +407,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         for source, (loss, bits) in self._of_sources.items():
             for name, measured in ((f"{stage}_loss", loss), ("bits_per_byte", bits)):
                 if measured.update_called:
-                    self.log(f"sources/{source}/{name}", measured.compute())
+                    self.log(f"sources/{source}/{name}", measured.compute(), sync_dist=True)  # else Lightning warns
 
     on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
     on_test_epoch_end = on_validation_epoch_end

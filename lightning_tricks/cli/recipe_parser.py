@@ -99,10 +99,13 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
     def _add_signature_parameter(self, container: Any, nested_key: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         """Leave out a default that is a bare `object()`: the library's sign for "not given", and no value of the type.
 
-        All classes of heavyball have such defaults.
+        All classes of heavyball have such defaults. Where a text is as good as a class, it names no file of settings:
+        jsonargparse would take what the file holds, such as that of a mixture's source.
         """
         if type(param.default) is object:
             kwargs["default"] = argparse.SUPPRESS
+        if re.search(r"\bstr\b", str(param.annotation)):
+            kwargs["sub_configs"] = False
         super()._add_signature_parameter(container, nested_key, param, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

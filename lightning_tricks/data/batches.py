@@ -3,10 +3,8 @@
 Map-style datasets: training rows addressed by sample position, validation windows in their order.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -250,7 +248,9 @@ class ValidationBatches(Dataset[Batch]):
 
 
 class JoinedBatches(Dataset[Batch]):
-    """The validation batches of several sources, one source after the other; `source` (B,) int64 is its number.
+    """The validation batches of several sources; `source` (B,) int64 is the number of a batch's.
+
+    The first batch of each source comes first, then the second ones: so `limit_val_batches` leaves none out.
 
     Args:
         parts: batches by the number of their source.
@@ -258,25 +258,21 @@ class JoinedBatches(Dataset[Batch]):
 
     def __init__(self, parts: Mapping[int, ValidationBatches]) -> None:
         self.parts = dict(parts)
-        self._ends = list(accumulate(map(len, self.parts.values())))
+        self._order = sorted((inside, source) for source, part in parts.items() for inside in range(len(part)))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._order)
 
     def source(self, index: int) -> int:
         """The number of the source of a batch."""
-        return self._find(index)[0]
-
-    def _find(self, index: int) -> tuple[int, ValidationBatches, int]:
-        number = bisect_right(self._ends, index)
-        source, batches = [*self.parts.items()][number]
-        return source, batches, index - (self._ends[number - 1] if number else 0)
+        return self._order[index][1]
 
     def describe(self, index: int, row: int, label: int, before: int = 0) -> str:
         """See `TrainBatches.describe`."""
-        _, batches, inside = self._find(index)
-        return batches.describe(inside, row, label, before)
+        inside, source = self._order[index]
+        return self.parts[source].describe(inside, row, label, before)
 
     def __getitem__(self, index: int) -> Batch:
-        source, batches, inside = self._find(index)
+        inside, source = self._order[index]
+        batches = self.parts[source]
         return {**batches[inside], "source": torch.full((batches.micro_batch_size,), source)}

@@ -8,7 +8,6 @@ The number of rows of a source differs from its share of the rows before any pos
 Weights are whole millionths, so that all of it is exact in 64 bits up to row 2**42.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -60,18 +59,8 @@ def _weight(node: Tree, weights: Sequence[int]) -> int:
 
 
 def best_tree(weights: Sequence[int]) -> Tree:
-    """The tree of smaller bound, of Huffman's and that which halves the weight again and again; weights above 0."""
-    sources = [source for source, weight in enumerate(weights) if weight]
-    return min((_huffman(sources, weights), _halved(sources, weights)), key=lambda tree: tree_bound(tree, weights))
-
-
-def _huffman(sources: Sequence[int], weights: Sequence[int]) -> Tree:
-    heap: list[tuple[int, int, Tree]] = [(weights[source], number, source) for number, source in enumerate(sources)]
-    heapq.heapify(heap)
-    for number in range(len(heap), 2 * len(heap) - 1):
-        (first, _, left), (second, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        heapq.heappush(heap, (first + second, number, (left, right)))
-    return heap[0][2]
+    """The tree that halves the weight again and again; weights above 0 have a leaf."""
+    return _halved([source for source, weight in enumerate(weights) if weight], weights)
 
 
 def _halved(sources: Sequence[int], weights: Sequence[int]) -> Tree:

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,13 @@ from lightning_tricks.data.mixture import UNIT, Mixture, Resolved, Stage
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, derive_key
 from lightning_tricks.data.text_data import TextData, learn_tokenizer
 from lightning_tricks.data.token_data import TokenData, holds_tokens
-from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
+from lightning_tricks.data.tokenizer import (
+    check_vocab_size,
+    end_of_text,
+    open_tokenizer,
+    tokenizer_sha256,
+    vocabulary_size,
+)
 
 __all__ = ["MixtureData", "MixtureSource", "WeightChange"]
 
@@ -114,6 +121,8 @@ class MixtureData(TokenDataModule):
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        if tokenizer is None:
+            check_vocab_size(vocab_size)
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
         self.vocab_size = vocab_size if self._given_tokenizer is None else vocabulary_size(self._given_tokenizer)
@@ -181,8 +190,6 @@ class MixtureData(TokenDataModule):
         """Refuse sources that are not there."""
         for part in self._parts.values():
             part.check_run(trainer, datamodule, stage)
-        if any(change.at_fraction is not None for change in self._changes) and trainer.max_steps < 0:
-            raise UsageError("weights: at_fraction needs the length of the run; give trainer.max_steps, or at_tokens")
 
     def check_sample(self, vocab_size: int | None) -> str:
         """Look at each source as its own check does; a line on them, for `check`."""
@@ -249,6 +256,10 @@ class MixtureData(TokenDataModule):
             raise UsageError(f"sources: {first} and {second} have different tokenizers; encode both with one")
         texts = [part for part in self._parts.values() if isinstance(part, TextData)]
         if not known and texts:
+            if written := [name for name, part in self._parts.items() if isinstance(part, TokenData)]:
+                raise UsageError(
+                    f"tokenizer=None: give the one that wrote {written[0]}, so that text gets the same ids"
+                )
             path = learn_tokenizer(texts, self._vocab_size_to_learn, self.cache_dir, learn)
             if path is None:
                 return False
@@ -281,13 +292,16 @@ class MixtureData(TokenDataModule):
         weights = self._weights
         if weights is None:
             power = 1.0 if self.temperature is None else self.temperature
-            weights = {source.name: len(source.streams["train"]) ** power for source in self.sources}
+            tokens = {source.name: len(source.streams["train"]) for source in self.sources}
+            weights = {name: (count / max(tokens.values())) ** power for name, count in tokens.items()}
         stages = [Stage(0, weights)]
         for change in self._changes:
             if change.at_tokens is not None:
                 stages.append(Stage(-(-change.at_tokens // self.seq_len), change.weights))
             elif trainer is not None:
                 assert change.at_fraction is not None
+                if trainer.max_steps < 0:  # by now TotalTokens has set it
+                    raise UsageError("weights: at_fraction needs trainer.max_steps or TotalTokens; else give at_tokens")
                 step = round(change.at_fraction * trainer.max_steps)
                 stages.append(Stage(self._cursor.position_at(trainer, step), change.weights))
         return stages
@@ -327,12 +341,14 @@ class MixtureData(TokenDataModule):
         """When sources end; refuses a run that is longer than all of them."""
         assert self._mixture is not None
         stop = self._cursor.position_at(trainer, trainer.max_steps) if trainer.max_steps >= 0 else None
+        if stop is None and (passes := trainer.max_epochs or 0) > 0:
+            stop = passes * self._order().rows_in_pass
         end = self._mixture.end
         if end is not None and (stop is None or stop > end):
             length = "has no end" if stop is None else f"takes {stop:,} rows"
             raise UsageError(
                 f"sources: by max_epochs all of them end after {end:,} rows, and the run {length}; raise max_epochs of "
-                "one, or lower trainer.max_steps"
+                "one, or lower trainer.max_steps or its max_epochs"
             )
         segments = self._mixture.segments()
         for before, after in pairwise(segments):
@@ -352,10 +368,14 @@ class MixtureData(TokenDataModule):
         return self.seen(self._cursor.position_at(trainer, steps_done(trainer) + 1))
 
     def seen(self, position: int) -> dict[str, tuple[int, float]]:
-        """Tokens and epochs of each source in the samples before a position, by name."""
+        """Tokens and epochs of each source in the samples before a position, but for skipped ones, by name."""
         assert self._mixture is not None
         passes = {source.name: self._pass(source).rows for source in self.sources}
-        counts = self._mixture.counts(position)
+        counts = Counter(self._mixture.counts(position))
+        for first, last in self._cursor.skipped.ranges:
+            if first < position:
+                counts.subtract(self._mixture.counts(min(last + 1, position)))
+                counts.update(self._mixture.counts(first))
         return {name: (counts[name] * self.seq_len, counts[name] / passes[name]) for name in passes}
 
     # ---- checkpoints

@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lightning_tricks.data.mixture import Mixture
 
 _ROUNDS = 4
 
@@ -177,7 +180,7 @@ class RowOrder:
     """
 
     def __init__(
-        self, passes: Sequence[Pass], mixture: "Mixes | None" = None, skipped: SkippedSamples | None = None
+        self, passes: Sequence[Pass], mixture: "Mixture | None" = None, skipped: SkippedSamples | None = None
     ) -> None:
         self.passes, self._mixture, self._skipped = list(passes), mixture, skipped
         self._rows = np.array([each.rows for each in passes], dtype=np.int64)
@@ -204,13 +207,6 @@ class RowOrder:
         keys = np.array(numbers, dtype=np.uint64)[which].T
         rows = _permute(inside, self._rows[source].astype(np.uint64), self._bits[source], keys[:_ROUNDS])
         return source, rows * self._steps[source] + keys[_ROUNDS].astype(np.int64)
-
-
-class Mixes(Protocol):
-    """What chooses among several sources."""
-
-    def rows(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Number of the source of each position, and the index in the source's own order: (n,) int64 both."""
 
 
 @lru_cache(maxsize=4096)

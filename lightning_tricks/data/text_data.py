@@ -32,6 +32,7 @@ from lightning_tricks.data.tokenize_corpus import (
     validation_threshold,
 )
 from lightning_tricks.data.tokenizer import (
+    check_vocab_size,
     end_of_text,
     load_tokenizer,
     open_tokenizer,
@@ -150,8 +151,8 @@ class TextData(TokenDataModule):
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")
         if not 0 < val_fraction < 1:
             raise UsageError(f"val_fraction={val_fraction}: it must lie between 0 and 1")
-        if tokenizer is None and vocab_size < 257:
-            raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
+        if tokenizer is None:
+            check_vocab_size(vocab_size)
         given = [files] if isinstance(files, str | os.PathLike) else files
         self.files = None if given is None else [str(file) for file in given]
         if self.files == []:

@@ -162,8 +162,9 @@ class TokenData(TokenDataModule):
 
 
 def holds_tokens(path: str) -> bool:
-    """Whether a path or glob names token shards, and no text."""
-    return Path(path).suffix in (".bin", ".npy", ".ds") or (Path(path) / "index.json").is_file()
+    """Whether a path or glob names token shards or a folder of them, and no text."""
+    found = [Path(path), *Path(path).glob("*")]
+    return any(file.suffix in (".bin", ".npy", ".ds") or file.name == "index.json" for file in found)
 
 
 def _byte_corrections(paths: list[File]) -> NDArray[np.int64] | None:

@@ -45,6 +45,12 @@ PATTERNS = (GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN)
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuse fewer tokens than a tokenizer that is learned has from the start, and None, which a recipe may give."""
+    if vocab_size is None or vocab_size < 257:
+        raise UsageError(f"vocab_size={vocab_size}: 256 bytes and end-of-text need at least 257")
+
+
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE with `<|endoftext|>` as its id 0 and no normalizer.
 

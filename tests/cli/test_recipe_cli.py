@@ -141,6 +141,15 @@ def test_a_list_of_callbacks_takes_nothing_over_from_the_list_before(caplog):
     assert not any("in place of" in record.message for record in caplog.records)
 
 
+@pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
+def test_a_source_of_a_mixture_is_named_by_its_path_whatever_the_file_holds(tmp_path):
+    for name, text in (("words.txt", "only words"), ("rows.jsonl", '{"text": "one row"}'), ("no.txt", "- {a")):
+        (tmp_path / name).write_text(text)
+        mixture = f"{{class_path: MixtureData, init_args: {{sources: [{{data: {tmp_path / name}}}]}}}}"
+        data = load_recipe("--config", str(TINY), "--data", mixture)[1]
+        assert [part.files for part in data._parts.values()] == [[str(tmp_path / name)]]
+
+
 def test_jsonargparse_is_left_as_it_was():
     original = jsonargparse._typehints.discard_init_args_on_class_path_change
     decoder("--model.decoder", "GPT2")

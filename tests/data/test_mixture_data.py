@@ -9,7 +9,7 @@ import torch
 from harness.models import Small
 from harness.runs import fit, trainer_with
 
-from lightning_tricks import LanguageModel, Llama
+from lightning_tricks import LanguageModel, Llama, TotalTokens
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.data import MixtureData, MixtureSource, ShardWriter, TextData, TokenData, WeightChange
@@ -71,6 +71,9 @@ def test_validation_has_rows_of_one_source_each_and_all_of_them(shards):
         assert (counted // 100 == batch["source"][0]).all()
         seen[int(batch["source"][0])] += len(counted)
     assert seen == {0: 49, 1: 99, 2: 149}
+    first = [int(batch["source"][0]) for batch, _ in zip(data.val_dataloader(), range(4), strict=False)]
+    assert first == [0, 1, 2, 0], "limit_val_batches would leave a source out"
+    assert [data.validation_source(number) for number in range(4)] == first
     assert len(list(data.val_dataloader())) == len(data.val_dataloader())
 
 
@@ -196,6 +199,27 @@ def test_a_source_ends_after_its_epochs_and_its_share_goes_to_the_others(shards,
     assert data.seen(800)["code"][1] == 2
 
 
+def test_a_tokenizer_is_not_learned_beside_tokens_of_an_unknown_one(shards):
+    (shards / "rows.txt").write_text("Some words.\n\n" * 500)
+    data = MixtureData([MixtureSource(str(shards / "web" / "train_*.bin")), MixtureSource(str(shards / "rows.txt"))])
+    with pytest.raises(UsageError, match="tokenizer=None: give the one that wrote web"):
+        data.prepare_data()
+
+
+def test_a_folder_of_token_shards_is_a_source_by_its_path(shards):
+    (shards / "web" / "val_000000.bin").unlink()
+    data = MixtureData([MixtureSource(str(shards / "web")), *sources(shards, None, None)[1:]], seq_len=T)
+    data.setup()
+    assert data.sources[0].streams["train"].paths == [shards / "web" / "train_000000.bin"]
+
+
+def test_skipped_samples_count_as_tokens_of_no_source(shards):
+    data = mixture(shards, 5, 3, 2, skip_samples=[[10, 29], [70, 90]])
+    rows = data.training_rows()
+    served = Counter(int(rows[n]["source"][0]) for n in range(80) if not (10 <= n <= 29 or n >= 70))
+    assert [tokens for tokens, _ in data.seen(80).values()] == [T * served[source] for source in range(3)]
+
+
 def test_a_run_longer_than_all_its_sources_is_refused(shards, tmp_path):
     ends = {"web": 1, "code": 1}
     rows = sum(order.rows for order in mixture(shards, 1, 1)._order().passes)
@@ -203,8 +227,11 @@ def test_a_run_longer_than_all_its_sources_is_refused(shards, tmp_path):
     assert len(trained(made(), tmp_path, rows)) == rows
     with pytest.raises(UsageError, match=f"all of them end after {rows} rows, and the run takes {rows + 1} rows"):
         trained(made(), tmp_path, rows + 1)
-    with pytest.raises(UsageError, match="the run has no end; raise max_epochs of one, or lower"):
+    with pytest.raises(UsageError, match=f"the run takes {3 * rows:,} rows; raise max_epochs of one, or lower"):
         trained(made(), tmp_path, -1, max_epochs=3)
+    with pytest.raises(UsageError, match="the run has no end; raise max_epochs of one, or lower"):
+        trained(made(), tmp_path, -1, max_epochs=-1)
+    assert len(trained(made(), tmp_path, -1, max_epochs=1)) == rows
 
 
 def test_other_data_of_a_source_are_told_by_its_name(shards, tmp_path):
@@ -221,6 +248,7 @@ def test_without_weights_shares_follow_the_sizes_to_the_power_of_the_temperature
     for temperature, expected in ((None, [4000, 1200, 900]), (0.0, [1, 1, 1]), (0.5, [4000**0.5, 1200**0.5, 30])):
         shares = mixture(shards, None, None, None, temperature=temperature)._mixture.segments()[0].weights.values()
         assert [*shares] == pytest.approx([1e6 * weight / sum(expected) for weight in expected], abs=1)
+    assert mixture(shards, None, None, temperature=1000.0)._mixture.segments()[0].weights == {"web": 1_000_000}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +260,8 @@ def test_without_weights_shares_follow_the_sizes_to_the_power_of_the_temperature
         ([1, float("nan")], {}, "sources: weight=nan of code"),
         ([1, 1], {"temperature": 1.0}, "temperature=1.0: it makes weights of the sizes"),
         ([None, None], {"temperature": -1.0}, "temperature=-1.0: it must be 0 or more"),
+        ([1, 1], {"vocab_size": 256}, "vocab_size=256: 256 bytes and end-of-text need at least 257"),
+        ([1, 1], {"vocab_size": None}, "vocab_size=None: 256 bytes"),
         ([1, 1], {"weights": [WeightChange({"web": 1}, 3)]}, "weights: code has no weight; name each of web, code"),
         ([1, 1], {"weights": [WeightChange({"web": 1, "cod": 1}, 3)]}, "weights: cod is no source"),
         ([1, 1], {"weights": [WeightChange({"web": 1, "code": 1})]}, "weights: give at_tokens or at_fraction"),
@@ -321,3 +351,14 @@ def test_a_language_model_logs_each_source_by_itself(shards, tmp_path):
     served = run.at("sources/web/tokens")
     assert served and all(count == data.seen(6 * (step + 1))["web"][0] for step, count in served.items())
     assert run.at("sources/books/epochs").keys() == served.keys()
+
+
+def test_a_change_at_a_fraction_takes_the_length_from_total_tokens(shards, tmp_path):
+    change = WeightChange({"web": 0, "code": 1}, at_fraction=0.5)
+    made = lambda: MixtureData(sources(shards, 1, 0), [change], seq_len=T, micro_batch_size=1)  # noqa: E731
+    trainer, model = trainer_with(max_steps=-1, limit_val_batches=0), Watching()
+    trainer.callbacks.append(TotalTokens(20 * T, micro_batch_tokens=T))
+    trainer.fit(model, made())
+    assert [source for source, *_ in model.rows] == [0] * 10 + [1] * 10
+    with pytest.raises(UsageError, match=r"at_fraction needs trainer.max_steps or TotalTokens"):
+        trained(made(), tmp_path, -1, max_epochs=1)
