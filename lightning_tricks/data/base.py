@@ -217,8 +217,8 @@ class TokenDataModule(pl.LightningDataModule):
         self.seq_len, self.micro_batch_size, self.num_workers = seq_len, micro_batch_size, num_workers
         self.seed, self.document_ids = seed, document_ids
         for option, least in (("seq_len", 1), ("micro_batch_size", 1), ("num_workers", 0)):
-            if (value := getattr(self, option)) < least:
-                raise UsageError(f"{option}={value}: it must be at least {least}")
+            if not isinstance(value := getattr(self, option), int) or value < least:
+                raise UsageError(f"{option}={value}: it must be a whole number of at least {least}")
         self.tokenizer: Tokenizer | None = None
         self._given_tokenizer: Tokenizer | None = None
         self._tokenizer_name = ""

@@ -280,8 +280,8 @@ class TokenStream:
     def first_at_least(self, bound: int, limit: int) -> int | None:
         """Offset of the first id >= `bound` among the first `limit` tokens, None when there is none.
 
-        The largest id of what was read of each shard is remembered, so a second question is answered without reading. Remote shards are
-        passed over: their ids are checked in each batch.
+        The largest id of what was read of each shard is remembered, so a second question is answered without reading.
+        Remote shards are passed over: their ids are checked in each batch.
         """
         for number, (shard, end) in enumerate(zip(self._shards, self._ends, strict=True)):
             before = end - len(shard)

@@ -283,9 +283,9 @@ def test_names_and_settings_of_sources_are_refused_where_they_contradict(shards)
         MixtureData([MixtureSource(web), MixtureSource(web)])
     with pytest.raises(UsageError, match=r"name='a/b': give it a name of letters"):
         MixtureData([MixtureSource(web, name="a/b")])
-    with pytest.raises(UsageError, match="data.seq_len=99: a mixture has one seq_len"):
+    with pytest.raises(UsageError, match=r"data\.seq_len=99: a mixture has one seq_len"):
         MixtureData([MixtureSource(TokenData(web, seq_len=99))], seq_len=T)
-    with pytest.raises(UsageError, match="data.vocab_size=999: a mixture has one vocab_size"):
+    with pytest.raises(UsageError, match=r"data\.vocab_size=999: a mixture has one vocab_size"):
         MixtureData([MixtureSource(TextData(str(shards), vocab_size=999))])
     assert MixtureData([{"data": TokenData(web, seq_len=T)}], seq_len=T).seq_len == T
 
@@ -312,7 +312,8 @@ def test_one_tokenizer_is_learned_from_all_texts_and_known_next_time(texts, tmp_
     learned_alone = {train_bpe(corpus.documents(), 300).to_str() for corpus in corpora}
     assert data.tokenizer.to_str() not in learned_alone
     text = data.training_text().decode()
-    assert "Chapter" in text and "of 3 rows" in text
+    assert "Chapter" in text
+    assert "of 3 rows" in text
 
 
 def test_sources_with_other_tokenizers_are_refused(texts, tmp_path):
@@ -349,7 +350,8 @@ def test_a_language_model_logs_each_source_by_itself(shards, tmp_path):
     mean = sum(val[f"sources/{name}/val_loss"] * n for name, n in tokens.items()) / sum(tokens.values())
     assert mean == pytest.approx(val["val/loss"], rel=1e-6)
     served = run.at("sources/web/tokens")
-    assert served and all(count == data.seen(6 * (step + 1))["web"][0] for step, count in served.items())
+    assert served
+    assert all(count == data.seen(6 * (step + 1))["web"][0] for step, count in served.items())
     assert run.at("sources/books/epochs").keys() == served.keys()
 
 

@@ -247,9 +247,10 @@ def test_a_damaged_cache_is_named_with_the_remedy(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 0}, "^seq_len=0: it must be at least 1$"),
-        ({"micro_batch_size": 0}, "^micro_batch_size=0: it must be at least 1$"),
-        ({"num_workers": -1}, "^num_workers=-1: it must be at least 0$"),
+        ({"seq_len": 0}, "^seq_len=0: it must be a whole number of at least 1$"),
+        ({"micro_batch_size": 0}, "^micro_batch_size=0: it must be a whole number of at least 1$"),
+        ({"seq_len": None}, "^seq_len=None: it must be a whole number of at least 1$"),
+        ({"num_workers": -1}, "^num_workers=-1: it must be a whole number of at least 0$"),
         ({"val_fraction": 0.0}, "^val_fraction=0.0: it must lie between 0 and 1$"),
         ({"val_fraction": 1.0}, "^val_fraction=1.0"),
         ({"vocab_size": 256}, "^vocab_size=256: 256 bytes and end-of-text need at least 257$"),
