@@ -84,7 +84,7 @@ class MixtureData(TokenDataModule):
         >>> data = MixtureData([{"data": "web/*.txt", "weight": 0.7}, {"data": "code/*.jsonl", "weight": 0.3}])
 
     Args:
-        sources: what is mixed; all have one tokenizer.
+        sources: what is mixed, or paths alone; all have one tokenizer.
         weights: later weights, such as those of an annealing phase.
         temperature: without weights, each source's is its number of tokens to this power: 1 takes all tokens equally
             often, 0 all sources.
@@ -106,7 +106,7 @@ class MixtureData(TokenDataModule):
 
     def __init__(
         self,
-        sources: list[MixtureSource],
+        sources: list[MixtureSource | str],
         weights: list[WeightChange] | None = None,
         temperature: float | None = None,
         tokenizer: str | None = None,
@@ -126,7 +126,7 @@ class MixtureData(TokenDataModule):
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
         self.vocab_size = vocab_size if self._given_tokenizer is None else vocabulary_size(self._given_tokenizer)
-        given = [MixtureSource(**source) if isinstance(source, dict) else source for source in sources]
+        given = [_source_of(source) for source in sources]
         if not given:
             raise UsageError("sources=[]: name at least one")
         self._parts: dict[str, TextData | TokenData] = {
@@ -468,3 +468,9 @@ def _percent(weights: Mapping[str, int]) -> str:
 
 def _identity_of(source: Source) -> str:
     return f"{source.fingerprint}{source.content or ''}"
+
+
+def _source_of(given: MixtureSource | str | dict[str, Any]) -> MixtureSource:
+    if isinstance(given, dict):
+        return MixtureSource(**given)
+    return given if isinstance(given, MixtureSource) else MixtureSource(given)

@@ -290,6 +290,12 @@ def test_names_and_settings_of_sources_are_refused_where_they_contradict(shards)
     assert MixtureData([{"data": TokenData(web, seq_len=T)}], seq_len=T).seq_len == T
 
 
+def test_paths_alone_are_sources_with_shares_by_their_sizes(shards):
+    data = MixtureData([str(shards / name / "train_*.bin") for name in ("web", "code")], seq_len=T)
+    data.setup()
+    assert data.data_summary().startswith("Mixture: web 76.92% (4,000 tokens), code 23.08% (1,200 tokens)")
+
+
 @pytest.fixture
 def texts(tmp_path, story):
     rows = tmp_path / "rows.jsonl"
