@@ -112,7 +112,9 @@ def loaders(folder: Path, rows: int, tokens: int, rounds: int) -> dict[str, Any]
     data = TokenData(str(folder / "train_*.bin"), vocab_size=50257, seq_len=tokens, micro_batch_size=rows)
     data.setup()
     paths = sorted(map(str, folder.glob("source_*.bin")))
-    sources = [MixtureSource(TokenData(path), weight=1 + n**2) for n, path in enumerate(paths)]
+    sources: list[MixtureSource | str] = [
+        MixtureSource(TokenData(path), weight=1 + n**2) for n, path in enumerate(paths)
+    ]
     mixture = MixtureData(sources, seq_len=tokens, micro_batch_size=rows)
     mixture.setup()
     mixture.check_ids(50257)

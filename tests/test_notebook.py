@@ -25,7 +25,7 @@ CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 STEPS = 6
 SMALL = {
-    "data.cache_dir": "cache", "data.files": "{text_file}", "data.vocab_size": 300, "data.seq_len": 32,
+    "data.cache_dir": "cache", "data.files": "{text_file}", "data.vocab_size": 300, "data.seq_len": 64,
     "model.decoder.d_model": 32, "model.decoder.n_layers": 1, "model.schedule.warmup_steps": 2,
     "trainer.val_check_interval": STEPS,
 }  # fmt: skip

@@ -39,7 +39,7 @@ class DecoderConfig(abc.ABC):
     taken_over: ClassVar = ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len")
     """Settings that stay when an override names another family: the sizes, which both families have."""
 
-    published: ClassVar[Mapping[str, int]] = {}
+    _published: ClassVar[Mapping[str, int]] = {}
     """Of the published model: `vocab_size` and `max_seq_len`, where they are not given and no data say them."""
 
     vocab_size: int
@@ -99,9 +99,9 @@ class DecoderConfig(abc.ABC):
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built."""
         self._not_given: list[str]
-        vars(self)["_not_given"] = [name for name in self.published if getattr(self, name) is None]
+        vars(self)["_not_given"] = [name for name in self._published if getattr(self, name) is None]
         for name in self._not_given:
-            vars(self)[name] = self.published[name]
+            vars(self)[name] = self._published[name]
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_seq_len"):
             value = getattr(self, name)
             if value is not None or name not in ("n_kv_heads", "d_ff"):
@@ -164,7 +164,7 @@ class Llama(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "rms"
     positions: ClassVar[Literal["rope", "learned"]] = "rope"
 
-    published: ClassVar = {"vocab_size": 32000, "max_seq_len": 4096}
+    _published: ClassVar = {"vocab_size": 32000, "max_seq_len": 4096}
 
     vocab_size: Size = _OF_DATA
     d_model: int = 4096
@@ -274,7 +274,7 @@ class GPT2(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "layer"
     positions: ClassVar[Literal["rope", "learned"]] = "learned"
 
-    published: ClassVar = {"vocab_size": 50257, "max_seq_len": 1024}
+    _published: ClassVar = {"vocab_size": 50257, "max_seq_len": 1024}
 
     vocab_size: Size = _OF_DATA
     d_model: int = 768
