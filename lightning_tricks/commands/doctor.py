@@ -12,7 +12,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
-from lightning_tricks.logs.finding import Finding
+from lightning_tricks.logs.finding import MIN_POINTS, Finding
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
 from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
@@ -65,6 +65,11 @@ class Report:
         """Whether a finding is above a note."""
         return any(finding.severity != "note" for finding in self.found)
 
+    @property
+    def is_too_short(self) -> bool:
+        """Whether the training loss has too few points to say more than that it is NaN or has exploded."""
+        return len(self.log["loss"]) < MIN_POINTS
+
     def _head(self) -> Iterator[str]:
         figures = [f"{self.log.steps():,} steps"]
         for role, word in (("loss", "training loss"), ("val_loss", "validation loss")):
@@ -79,8 +84,12 @@ class Report:
             yield f"not in the log, so not looked for: {'; '.join(missing)}"
         notes = sum(finding.severity == "note" for finding in self.found)
         above = len(self.found) - notes
-        words = f"{above} finding{'s' * (above != 1)}" if above else "nothing found above a note"
-        yield f"doctor: {words}" + (f", {notes} note{'s' * (notes != 1)}" if notes else "")
+        words = [f"{above} finding{'s' * (above != 1)}"] if above else []
+        if self.is_too_short:
+            points = f"{len(self.log['loss'])} points of the training loss, {MIN_POINTS} are needed"
+            words.append(f"too short to judge{' the rest' * bool(above)} ({points})")
+        words = words or ["nothing found above a note"]
+        yield "doctor: " + ", ".join([*words, *([f"{notes} note{'s' * (notes != 1)}"] if notes else [])])
 
     @staticmethod
     def _rows(finding: Finding) -> list[tuple[str, str]]:
@@ -106,6 +115,7 @@ class Report:
         return {
             "run": self.name,
             "steps": self.log.steps(),
+            "too_short_to_judge": self.is_too_short,
             "findings": [{**asdict(finding), "score": round(finding.score, 2)} for finding in self.found],
             "not_in_the_log": [role for role in NEEDED_BY if not len(self.log[role])],
             "not_read": self.unread,

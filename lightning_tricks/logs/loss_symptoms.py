@@ -93,6 +93,9 @@ SIGMAS = 6.0  # of the standard error of a bin: once in 1e9 for normal noise, so
 FLAT = 0.01  # of the level: less in 70 % of a run is no learning that one would wait for
 NEVER = 0.02  # of the first level; a language model falls by far more while it learns how frequent tokens are
 STALLED = 0.02  # fall of the level while the learning rate is above half its peak, for a quarter of the run or longer
+ENDS = (0.08, 0.04, 0.0)  # parts of a run at its end that are looked at by themselves, each of ten points or more
+END_POINTS = 10
+EXPLODED = 3.0  # times the first losses: of so few points, noise makes less
 TOO_LOW_LR = 1e-7  # below it, no weight near 0.01 moves by one rounding of fp32 in a step of AdamW
 
 
@@ -100,21 +103,25 @@ def divergence(log: RunLog) -> Iterator[Finding]:
     """The loss has risen from its best level, and stayed above it."""
     loss = log["loss"].finite()
     if len(loss) < MIN_POINTS:
+        yield from _exploded(log, loss)
         return
     levels = bins(loss.values, 2 * BINS)
-    best, margin = int(levels.argmin()), 0.0
+    best = int(levels.argmin())
     margin = max(SIGMAS * bin_error(loss.values, 2 * BINS), DIVERGED * abs(levels[best]))
-    first = float(np.median(loss.values[:3]))
+    first, end = float(np.median(loss.values[:3])), levels[-1]
     over_start = levels[-1] > first + margin
+    at = len(loss) * best // len(levels)
     if not over_start and (best > len(levels) - 3 or levels[-2:].min() <= levels[best] + margin):
-        return
-    start = int(loss.steps[min(len(loss) * best // len(levels), len(loss) - 1)])
+        if (points := _rising_end(loss.values)) == 0:
+            return
+        at, end = len(loss) - points, float(np.median(loss.values[-3:]))
+    start = int(loss.steps[min(at, len(loss) - 1)])
     if any(start <= step for step in log.restarts):
         return  # a loss that stays high after a restore is a finding of its own
     peak = _peak_step(log)
     near_peak = peak is not None and abs(start - peak) <= max(2 * log.steps() / len(levels), 2)
     grew = _has_grown(log["grad_norm"], start)
-    evidence = f"{log.name('loss')} was {levels[best]:.3g} near step {start}, and is {levels[-1]:.3g} at the end"
+    evidence = f"{log.name('loss')} was {levels[best]:.3g} near step {start}, and is {end:.3g} at the end"
     if near_peak:
         evidence += f"; the learning rate reaches its peak at step {peak}"
     if grew:
@@ -125,6 +132,31 @@ def divergence(log: RunLog) -> Iterator[Finding]:
         f"{lower_lr(log)}; a longer --model.schedule.warmup_steps",
         logged_names(log, "loss", "lr", "grad_norm"), (start,),
     )  # fmt: skip
+
+
+def _exploded(log: RunLog, loss: Series) -> Iterator[Finding]:
+    """Of a log too short for levels: the last losses are far above the first ones."""
+    first, end = loss.values[:3], loss.values[-3:]
+    if len(loss) >= END_POINTS and first.min() > 0 and end.min() > EXPLODED * first.max():
+        start = int(loss.steps[loss.values.argmin()])
+        yield Finding(
+            "divergence", "error", "supported",
+            f"{log.name('loss')} was {loss.values.min():.3g} at step {start}, and is {loss.values[-1]:.3g} at the end",
+            "the peak of the learning rate is too high, or reached too fast", lower_lr(log),
+            logged_names(log, "loss", "lr", "grad_norm"), (start,),
+        )  # fmt: skip
+
+
+def _rising_end(values: Floats) -> int:
+    """Number of points at the end that lie above the part of the same length before them, and have not come back."""
+    for part in ENDS:
+        points = max(int(len(values) * part), END_POINTS)
+        before, end = values[-3 * points : -points], values[-points:]
+        level = float(np.median(before))
+        margin = max(SIGMAS * 1.2533 * noise(before) / math.sqrt(points), DIVERGED * abs(level))
+        if np.median(end) > level + margin and np.median(end[-3:]) > level + margin and end[-3:].min() > before.max():
+            return points
+    return 0
 
 
 def _has_grown(norm: Series, start: int) -> bool:

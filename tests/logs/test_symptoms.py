@@ -18,6 +18,7 @@ from lightning_tricks.logs.run_log import (
 )
 from lightning_tricks.logs.symptoms import SYMPTOMS, findings
 
+TUNED, HELD = (0, 1, 2), (3, 4, 5)  # seeds of noise: thresholds were chosen on the first ones alone
 N = 300
 STEPS = np.arange(N)
 NOISE = 0.05 * np.random.default_rng(0).standard_normal(N)
@@ -209,6 +210,27 @@ def test_a_loss_above_its_start_has_diverged_and_a_bump_has_not():
     named = lambda loss: {each.symptom for each in findings(healthy(train__loss=loss))}  # noqa: E731
     assert "divergence" in named(FALLING[::-1].copy())
     assert "divergence" not in named(FALLING + 2 * ((STEPS > 140) & (STEPS < 160)))
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+@pytest.mark.parametrize("part", [0.08, 0.04, 0.02])
+def test_a_divergence_at_the_end_of_a_run_is_found_and_a_spike_that_comes_back_is_not(part, seed):
+    steps, noise = np.arange(1000), 0.05 * np.random.default_rng(seed).standard_normal(1000)
+    start = int(1000 * (1 - part))
+    fine = 2.5 + 4 * np.exp(-steps / 200) + noise
+    rising = fine + np.maximum(steps - start, 0) * (2 / (1000 - start))
+    found = {each.symptom: each for each in findings(RunLog({"train/loss": Series(steps, rising)}))}
+    assert abs(found["divergence"].steps[0] - start) <= 40
+    back = fine + 3 * np.exp(-np.maximum(steps - start, 0) / 4) * (steps >= start)
+    assert findings(RunLog({"train/loss": Series(steps, fine)})) == []
+    assert "divergence" not in {each.symptom for each in findings(RunLog({"train/loss": Series(steps, back)}))}
+
+
+def test_a_short_log_whose_loss_explodes_has_diverged():
+    loss = np.concatenate([np.linspace(6, 5, 10), 5 * 3.0 ** np.arange(10)])
+    (found,) = findings(RunLog({"train/loss": Series(np.arange(20), loss)}))
+    assert "train/loss was 5 at step 9, and is 9.84e+04 at the end" in found.evidence
+    assert found.symptom == "divergence"
 
 
 def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
