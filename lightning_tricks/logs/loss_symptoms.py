@@ -37,19 +37,20 @@ def not_finite(log: RunLog) -> Iterator[Finding]:
         first = int(loss.steps[bad][0])
         after = bad[np.argmax(bad) :]
         lost = bool(after.all()) and len(after) > 1
-        growth = _growth_before(norm, first)
+        growth, risen = _growth_before(norm, first), _risen_before(log, first)
         rest = f"and at all {len(after) - 1} logged steps after it" if lost else f"at {int(bad.sum())} steps in all"
         evidence = f"{log.name('loss')} is {loss.values[bad][0]} at step {first}, {rest}"
-        if growth > NORM_GROWTH:
+        if growth > NORM_GROWTH or risen:
             status: Status = "supported"
-            evidence += f"; the gradient norm had grown {growth:.0f} fold in the three steps before"
-            cause, remedy = "the learning rate is too high for this phase", lower_lr(log)
+            norms = f"; the gradient norm had grown {growth:.0f} fold in the three steps before"
+            evidence += risen + (norms if growth > NORM_GROWTH else "")
+            cause, remedy = "the learning rate is too high for this phase", lower_lr(log, first)
         elif first <= max(EARLY * log.steps(), EARLY_STEPS):
             status, cause = "hypothesis", "the learning rate is too high at the start, or the first data hold NaN"
             remedy = f"{lower_lr(log)}; a warmup of 500 to 2000 steps (--model.schedule.warmup_steps)"
         else:
             status, cause = "hypothesis", "one batch: values that are not finite, ids out of range, or a wrong mask"
-            remedy = "--trainer.callbacks+=StepGuard skips such a step and names its data; then autopsy --step N"
+            remedy = "--trainer.callbacks+=StepGuard skips and names such steps; autopsy --step N ranks documents"
         severity: Severity = "error" if lost else "warning"
         yield Finding(
             "not_finite", severity, status, evidence, cause, remedy, logged_names(log, "loss", "grad_norm"), (first,)
@@ -71,13 +72,27 @@ def _only_norm(log: RunLog, norm: Series, loss: Series) -> Iterator[Finding]:
     bad = ~np.isfinite(norm.values)
     if not bad.any() or scaled or not np.isfinite(loss.values).all():  # a scaler finds its scale by overflows
         return
+    first = int(norm.steps[bad][0])
+    risen = _risen_before(log, first + 1)
     yield Finding(
         "not_finite", "warning", "established",
-        f"{log.name('grad_norm')} is {norm.values[bad][0]} at step {shown_steps(norm.steps[bad])}; the loss is finite",
+        f"{log.name('grad_norm')} is {norm.values[bad][0]} at step {shown_steps(norm.steps[bad])}; the loss is finite"
+        f"{risen}", "the learning rate is too high for this phase" if risen else
         "the backward pass overflows, or divides by zero: sqrt or norm at 0, a mask with no place left in a row",
+        lower_lr(log, first + 1) if risen else
         "--trainer.callbacks+=StepGuard; --trainer.detect_anomaly true names the operation",
         logged_names(log, "grad_norm"), tuple(map(int, norm.steps[bad][:4])),
     )  # fmt: skip
+
+
+def _risen_before(log: RunLog, step: int) -> str:
+    """Words on a loss that has exploded shortly before a step; none where it has not."""
+    loss = log["loss"].between(0, step).finite()
+    last = loss.values[-END_POINTS:]
+    if len(loss) < 2 or loss.values.min() <= 0 or last.max() <= EXPLODED * max(loss.values[0], loss.values.min()):
+        return ""
+    at = loss.steps[len(loss) - len(last) + int(last.argmax())]
+    return f"; before that the loss had risen to {last.max():.3g} at step {at}, from {loss.values.min():.3g}"
 
 
 def _growth_before(norm: Series, step: int) -> float:
@@ -129,7 +144,7 @@ def divergence(log: RunLog) -> Iterator[Finding]:
     yield Finding(
         "divergence", "error", "supported" if near_peak or grew or over_start else "hypothesis", evidence,
         "the peak of the learning rate is too high, or reached too fast",
-        f"{lower_lr(log)}; a longer --model.schedule.warmup_steps",
+        f"{lower_lr(log, math.inf)}; a longer --model.schedule.warmup_steps",
         logged_names(log, "loss", "lr", "grad_norm"), (start,),
     )  # fmt: skip
 
@@ -142,7 +157,7 @@ def _exploded(log: RunLog, loss: Series) -> Iterator[Finding]:
         yield Finding(
             "divergence", "error", "supported",
             f"{log.name('loss')} was {loss.values.min():.3g} at step {start}, and is {loss.values[-1]:.3g} at the end",
-            "the peak of the learning rate is too high, or reached too fast", lower_lr(log),
+            "the peak of the learning rate is too high, or reached too fast", lower_lr(log, math.inf),
             logged_names(log, "loss", "lr", "grad_norm"), (start,),
         )  # fmt: skip
 

@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_tricks.logs import loss_symptoms
-from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr
+from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr, without_present
 from lightning_tricks.logs.loss_symptoms import FREQUENT, FREQUENT_SHARE
 from lightning_tricks.logs.run_log import RunLog, bins, kendall, shown_steps
 
@@ -52,7 +53,7 @@ def printed(log: RunLog) -> Iterator[Finding]:
     if lines := [line for line in left if RAISED.search(line)]:
         yield Finding(
             "exception", "error", "established", lines[0], "the code in the last line of its traceback",
-            "mend it; --trainer.callbacks+=SafeCheckpoint and --resume auto go on from the last checkpoint",
+            "mend it; --trainer.callbacks+=SafeCheckpoint; --resume auto goes on from the last checkpoint",
         )  # fmt: skip
 
 
@@ -302,5 +303,6 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
 
 def findings(log: RunLog) -> list[Finding]:
     """All findings of a run, the highest score first."""
-    found = [finding for symptom in SYMPTOMS for finding in symptom(log)]
+    all_found = (finding for symptom in SYMPTOMS for finding in symptom(log))
+    found = [replace(each, remedy=without_present(log, each.remedy)) for each in all_found]
     return sorted(found, key=lambda finding: -finding.score)

@@ -241,6 +241,38 @@ def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
     assert found[0].steps == (20, 170)
 
 
+# ---- remedies
+
+
+def remedy_of(symptom, settings=SETTINGS, **metrics):
+    (found,) = [each for each in findings(healthy(settings=settings, **metrics)) if each.symptom == symptom]
+    return found
+
+
+def test_a_remedy_never_proposes_what_the_run_has():
+    ours = {**SETTINGS, "trainer.callbacks": "LRMonitor, StepGuard", "model.decoder.qk_norm": True}
+    spike = spoilt(FALLING, 200, math.inf)
+    assert "callbacks+=StepGuard" in remedy_of("not_finite", train__loss=spike).remedy
+    assert remedy_of("not_finite", ours, train__loss=spike).remedy == "autopsy --step N ranks documents"
+    logits = {"attention__a__max_logit": np.linspace(10, 300, 10)}
+    assert "qk_norm true, or --model" in remedy_of("attention_logits", **logits).remedy
+    assert remedy_of("attention_logits", ours, **logits).remedy == "--model.optimizer.lr 0.0003 (it is 0.003)"
+    spikes = {"train__loss": spoilt(FALLING, [100, 150, 200], 7.0)}
+    assert remedy_of("spikes", ours, **spikes).remedy == "--model.optimizer.lr 0.0003 (it is 0.003)"
+
+
+def test_the_loss_that_exploded_before_a_nan_is_named_and_the_last_good_rate_proposed():
+    loss = np.where(STEPS < 40, 6 - STEPS / 20, 4 * 2.0 ** np.minimum(STEPS - 40, 25))
+    sick = {"train__loss": np.where(STEPS > 65, NAN, loss), "train__lr": np.minimum(STEPS / 200, 1) * 1.0}
+    found = remedy_of("not_finite", {**SETTINGS, "model.optimizer.lr": 1.0}, **sick)
+    assert "before that the loss had risen to 1.34e+08 at step 65, from 4" in found.evidence
+    assert "--model.optimizer.lr 0.2 (it is 1; the loss was lowest at that rate, at step 40)" in found.remedy
+    found = remedy_of("not_finite", {**SETTINGS, "model.optimizer.lr": 1e6}, train__loss=sick["train__loss"])
+    assert "--model.optimizer.lr 0.0003 (it is 1e+06)" in found.remedy
+    norm = {"train__grad_norm": spoilt(NORM, [60], math.inf), "precision__loss_scale": Series.of({})}
+    assert "the learning rate is too high" in remedy_of("not_finite", train__loss=loss, **norm).cause
+
+
 # ---- the ranking, and the figures
 
 
