@@ -58,12 +58,7 @@ RISING = 0.8  # of the rate after it: the loss was lowest before the rate came t
 
 
 def lower_lr(log: RunLog, before: float = 0) -> str:
-    """The remedy of a learning rate that is too high: the last good one, or a tenth of the recipe's.
-
-    Args:
-        log: of the run.
-        before: the loss had its lowest value before this step, at the last good rate.
-    """
+    """The remedy of a learning rate that is too high: the last good one before a step, or a tenth of the recipe's."""
     found = log.setting("model.optimizer.lr", "optimizer.lr", "model.lr", "lr", "model.learning_rate", "learning_rate")
     known = isinstance(found, int | float) and found > 0
     loss, lr = log["loss"].between(0, before).finite(), log["lr"].between(0, before).finite()

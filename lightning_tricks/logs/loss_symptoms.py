@@ -117,14 +117,14 @@ TOO_LOW_LR = 1e-7  # below it, no weight near 0.01 moves by one rounding of fp32
 def divergence(log: RunLog) -> Iterator[Finding]:
     """The loss has risen from its best level, and stayed above it."""
     loss = log["loss"].finite()
-    if len(loss) < MIN_POINTS:
-        yield from _exploded(log, loss)
+    short = len(loss) < MIN_POINTS
+    if short and (len(loss) < END_POINTS or loss.values[-3:].min() <= EXPLODED * np.abs(loss.values[:3]).max()):
         return
     levels = bins(loss.values, 2 * BINS)
     best = int(levels.argmin())
     margin = max(SIGMAS * bin_error(loss.values, 2 * BINS), DIVERGED * abs(levels[best]))
     first, end = float(np.median(loss.values[:3])), levels[-1]
-    over_start = levels[-1] > first + margin
+    over_start = short or levels[-1] > first + margin
     at = len(loss) * best // len(levels)
     if not over_start and (best > len(levels) - 3 or levels[-2:].min() <= levels[best] + margin):
         if (points := _rising_end(loss.values)) == 0:
@@ -147,19 +147,6 @@ def divergence(log: RunLog) -> Iterator[Finding]:
         f"{lower_lr(log, math.inf)}; a longer --model.schedule.warmup_steps",
         logged_names(log, "loss", "lr", "grad_norm"), (start,),
     )  # fmt: skip
-
-
-def _exploded(log: RunLog, loss: Series) -> Iterator[Finding]:
-    """Of a log too short for levels: the last losses are far above the first ones."""
-    first, end = loss.values[:3], loss.values[-3:]
-    if len(loss) >= END_POINTS and first.min() > 0 and end.min() > EXPLODED * first.max():
-        start = int(loss.steps[loss.values.argmin()])
-        yield Finding(
-            "divergence", "error", "supported",
-            f"{log.name('loss')} was {loss.values.min():.3g} at step {start}, and is {loss.values[-1]:.3g} at the end",
-            "the peak of the learning rate is too high, or reached too fast", lower_lr(log, math.inf),
-            logged_names(log, "loss", "lr", "grad_norm"), (start,),
-        )  # fmt: skip
 
 
 def _rising_end(values: Floats) -> int:
@@ -383,6 +370,7 @@ def _train_at(val: Series, loss: Series) -> Floats:
 
 RESTORE_POINTS = 20  # on each side: as many steps as AdamW's second moment with beta2 0.95 looks back
 RESTORE_RISE = 0.05  # of the level before
+LR_JUMP = 1.5  # times, either way, and five times its change from point to point
 LOST_STEPS = 0.5  # StepGuard and a scaler skip steps of the optimizer, but not half of them
 
 
@@ -401,6 +389,11 @@ def restore(log: RunLog) -> Iterator[Finding]:
             said.append(f"the optimizer counts {counted[step]:.0f} steps of {step}")
             causes.append("the optimizer's state was not restored")
             todo.append("--ckpt_path LAST.ckpt in place of --init_from, and no save_weights_only")
+        rates = _rate_jump(log["lr"].finite(), step)
+        if rates:
+            said.append(f"{log.name('lr')} is {rates[0]:.3g} before and {rates[1]:.3g} after")
+            causes.append("the schedule begins anew, or the recipe has another one")
+            todo.append("--ckpt_path LAST.ckpt with the recipe and the max_steps of the run before")
         if again:
             said.append(f"{again} of the next batches were trained before")
             causes.append("the data begin anew")
@@ -408,7 +401,8 @@ def restore(log: RunLog) -> Iterator[Finding]:
         if said:
             yield Finding(
                 "restore", "error" if jump or lost else "warning",
-                "established" if lost or again else "hypothesis", f"at the restart at step {step}: {'; '.join(said)}",
+                "established" if lost or again or rates else "hypothesis",
+                f"at the restart at step {step}: {'; '.join(said)}",
                 "; ".join(filter(None, causes)), "; ".join(dict.fromkeys(todo)), logged_names(log, "loss", "grad_norm"),
                 (step,),
             )  # fmt: skip
@@ -423,6 +417,15 @@ def _jump(loss: Series, step: int) -> tuple[float, float] | None:
     level, highest = float(np.median(before)), float(bins(after, len(after) // 5).max())
     margin = max(SIGMAS * 1.2533 * noise(before) / math.sqrt(5), RESTORE_RISE * abs(level))
     return (level, highest) if highest > level + margin else None
+
+
+def _rate_jump(lr: Series, step: int) -> tuple[float, float] | None:
+    """The learning rates before and after a restart, where they are far apart."""
+    before, after = lr.between(0, step).values[-6:], lr.between(step, math.inf).values[:1]
+    if len(before) < 3 or not len(after) or before[-1] <= 0:
+        return None
+    jumps = abs(after[0] - before[-1]) > 5 * np.abs(np.diff(before)).max()
+    return (before[-1], after[0]) if jumps and not 1 / LR_JUMP < after[0] / before[-1] < LR_JUMP else None
 
 
 def _batches_again(log: RunLog, step: int) -> int:

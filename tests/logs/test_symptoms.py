@@ -229,7 +229,7 @@ def test_a_divergence_at_the_end_of_a_run_is_found_and_a_spike_that_comes_back_i
 def test_a_short_log_whose_loss_explodes_has_diverged():
     loss = np.concatenate([np.linspace(6, 5, 10), 5 * 3.0 ** np.arange(10)])
     (found,) = findings(RunLog({"train/loss": Series(np.arange(20), loss)}))
-    assert "train/loss was 5 at step 9, and is 9.84e+04 at the end" in found.evidence
+    assert "train/loss was 5 near step 9, and is 9.84e+04 at the end" in found.evidence
     assert found.symptom == "divergence"
 
 
@@ -239,6 +239,58 @@ def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
     lr = np.where(STEPS < 20, STEPS * 1e-3, np.where(STEPS < 170, 0.02, 0.02 * (300 - STEPS) / 300))
     found = [each for each in findings(healthy(train__loss=stalled, train__lr=lr)) if each.symptom == "stalled_at_peak"]
     assert found[0].steps == (20, 170)
+
+
+# ---- speed
+
+
+def of_speed(values, **settings):
+    found = findings(healthy(throughput__tokens_per_second=values, settings={**SETTINGS, **settings}))
+    return [(each.symptom, each.severity) for each in found]
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+def test_a_sudden_lasting_fall_a_sawtooth_and_a_speed_of_0_are_found(seed):
+    chance = np.random.default_rng(seed)
+    speed = 1000 * (1 + 0.05 * chance.standard_normal(N))
+    at = int(N * chance.uniform(0.3, 0.75))
+    fallen = speed * np.where(at > STEPS, 1, 0.5)
+    assert of_speed(speed) == []
+    assert of_speed(fallen) == [("throughput_falls", "warning")]
+    assert of_speed(fallen, **{"trainer.accelerator": "cpu"}) == [("throughput_falls", "note")]
+    period = int(chance.integers(25, 60))
+    assert of_speed(speed * (1 - 0.6 * (STEPS % period) / period)) == [("throughput_sawtooth", "warning")]
+    assert of_speed(np.where(chance.random(N) < 0.3, speed * 0.4, speed)) == []  # slow steps here and there
+    assert of_speed(np.zeros(N)) == [("throughput_zero", "warning")]
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+def test_a_stall_is_found_and_a_validation_or_a_restart_is_none(seed):
+    chance = np.random.default_rng(seed)
+    seconds = chance.uniform(2, 6, N)
+
+    def found(*long, gap=7200.0, restarts=()):
+        log = healthy(restarts=list(restarts))
+        log.times = Series(STEPS, np.cumsum(seconds + gap * np.isin(STEPS, long)))
+        return [(each.symptom, each.steps) for each in findings(log)]
+
+    at = 30 * int(chance.integers(1, 9)) + 10
+    assert found() == []
+    assert found(at + 1) == [("stall", (at,))]
+    assert found(at + 1, restarts=[at + 1]) == []
+    assert found(*(VAL_STEPS + 1)) == []
+    assert found(at + 1, gap=300.0) == []
+
+
+def test_a_learning_rate_that_jumps_at_a_resume_is_found():
+    lr = np.where(STEPS < 150, COSINE, COSINE[np.maximum(STEPS - 150, 0)])  # the schedule begins anew
+    found = findings(healthy(train__lr=lr, restarts=[150]))
+    assert [(each.symptom, each.severity, each.status) for each in found] == [("restore", "warning", "established")]
+    assert "train/lr is 0.0015" in found[0].evidence
+    found = findings(healthy(train__lr=spoilt(lr, 150, 0.0), restarts=[150]))
+    assert "before and 0 after" in found[0].evidence
+    assert findings(healthy(train__lr=lr)) == []  # a schedule may have jumps of its own
+    assert [findings(healthy(restarts=[at])) for at in (3, 10, 20, 295)] == [[]] * 4
 
 
 # ---- remedies
