@@ -111,12 +111,14 @@ STALLED = 0.02  # fall of the level while the learning rate is above half its pe
 ENDS = (0.08, 0.04, 0.0)  # parts of a run at its end that are looked at by themselves, each of ten points or more
 END_POINTS = 10
 EXPLODED = 3.0  # times the first losses: of so few points, noise makes less
+TRAINED = 0.75  # of the logarithm of the vocabulary, with which a new model begins
+FINE_LR, FINE_LOSS = 1e-4, 4.0  # at most, of a fine-tuning whose vocabulary is not known
 TOO_LOW_LR = 1e-7  # below it, no weight near 0.01 moves by one rounding of fp32 in a step of AdamW
 
 
 def divergence(log: RunLog) -> Iterator[Finding]:
     """The loss has risen from its best level, and stayed above it."""
-    loss = log["loss"].finite()
+    loss = log.since_change(log["loss"].finite())
     short = len(loss) < MIN_POINTS
     if short and (len(loss) < END_POINTS or loss.values[-3:].min() <= EXPLODED * np.abs(loss.values[:3]).max()):
         return
@@ -225,9 +227,21 @@ def plateau(log: RunLog) -> Iterator[Finding]:
         severity = "warning"
         cause = "a learning rate too low or too high, the same batches again, or labels that cannot be foretold"
         remedy = "--model.optimizer.lr, the schedule, the data's seed; compare batches in a ledger (RunLedger)"
+    if _was_trained(log, first, peak):
+        severity = "note"
     yield Finding(
         "plateau", severity, status, evidence, cause, remedy, logged_names(log, "loss", "lr"), (int(late.steps[0]),)
     )
+
+
+def _was_trained(log: RunLog, first: float, peak: float | None) -> bool:
+    """Whether the run goes on with a trained model, of which a loss that hardly falls is to be expected."""
+    if peak is not None and peak <= TOO_LOW_LR:
+        return False
+    vocabulary = log.setting("data.vocab_size", "model.decoder.vocab_size", "vocab_size")
+    if isinstance(vocabulary, int) and vocabulary > 1:
+        return first < TRAINED * math.log(vocabulary)
+    return log.setting("init_from") is not None or (peak is not None and peak <= FINE_LR and first < FINE_LOSS)
 
 
 def _in_warmup(log: RunLog) -> bool:
@@ -300,6 +314,8 @@ def _norm_leads(norm: Series, step: int) -> bool:
 MIN_VALIDATIONS = 4
 OVERFIT_RISE = 0.03  # of the best validation: that of a fixed set has no sampling noise, and weights move it by less
 LEAK = 0.8  # of the training loss: dropout and the delay of a falling loss make a few hundredths
+SMOOTHED = 0.3  # of the training loss: rows of the training data come far below
+SMOOTHING = 1.3, 1.25  # times the smallest gap, and nats: label smoothing of 0.1 in training alone adds as much
 TRAIN_GAP = 0.5  # of the validation loss: text seen three times is a tenth below text not seen
 
 
@@ -344,7 +360,9 @@ def validation_leak(log: RunLog) -> Iterator[Finding]:
     if (val.values <= 0).any() or (train <= 0).any():
         return
     ratio = (val.values / train)[len(val) // 2 :]
-    if not (ratio < LEAK).all():
+    gap = (train - val.values)[len(val) // 2 :]
+    smoothed = ratio.min() > SMOOTHED and gap.max() < min(SMOOTHING[0] * gap.min(), SMOOTHING[1])
+    if not (ratio < LEAK).all() or smoothed:
         return
     falling = len(ratio) > 2 and kendall(ratio) < -0.5
     yield Finding(

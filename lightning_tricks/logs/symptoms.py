@@ -137,6 +137,8 @@ SLOWER = 0.7  # of the speed at the start: less than what a GPU loses when it ge
 CROWDED = 0.2  # on a CPU: with four other busy programs on two cores, healthy runs fell to 0.36 of their speed
 FALLING = -0.7  # Kendall's tau of ten levels: less in 1 of 500 orders of equal ones
 DATA_WAIT = 0.2  # of the time of steps and waits: a loader that keeps up took 0.01 of it, in this process too
+PER_STEP = re.compile(r"steps per second|batches_per_sec|steps_per_sec|it/s")  # larger batches make such a speed fall
+QUIETER = (1.5, 0.75)  # times the root of the speed's fall, and at most: the noise of a loss over so many more tokens
 RESETS = 3  # returns to the full speed within one point, after falls of many
 STALL_SECONDS, STALL_RATIO = 600.0, 20.0  # between two points, and over the median of such times
 GPU = ("gpu", "cuda", "auto")  # settings with which a device is rarely shared
@@ -145,7 +147,7 @@ LOW_MFU = 0.2  # tuned runs of large models reach 0.4 to 0.55
 
 def throughput(log: RunLog) -> Iterator[Finding]:
     """The speed falls over the run, at once and for good, or again and again; or it is 0."""
-    speed = log["speed"].finite()
+    speed = log.since_change(log["speed"].finite())
     if len(speed) < BINS + 2:
         return
     values = speed.values[max(len(speed) // 20, 1) :]
@@ -168,6 +170,8 @@ def throughput(log: RunLog) -> Iterator[Finding]:
     shifts = any(levels[k:].max() <= SLOWER * levels[:k].min() for k in range(2, len(levels) - 1))
     if zeros or start <= 0 or (not shifts and (end > SLOWER * start or kendall(levels) > FALLING)):
         return
+    if PER_STEP.search(log.name("speed")) and _grows_quieter(log["loss"].finite().values, end / start):
+        return
     waits = _data_wait(log)
     loader = waits is not None and waits > DATA_WAIT / 2
     wait = f"; {waits:.0%} of the steps' time went into waits for data" if loader else ""
@@ -181,6 +185,12 @@ def throughput(log: RunLog) -> Iterator[Finding]:
         "--data.num_workers, tokenized data in memory maps (prepare)" + ("" if loader else "; GoodputMonitor tells"),
         logged_names(log, "speed", "data_share"),
     )  # fmt: skip
+
+
+def _grows_quieter(loss: Floats, fall: float) -> bool:
+    """Whether the noise of the loss falls as it does where a step has 1 / `fall` times the rows or tokens."""
+    first, _, last = [np.abs(np.diff(part)).sum() for part in np.array_split(loss, 3)]
+    return bool(last < min(QUIETER[0] * math.sqrt(fall), QUIETER[1]) * first)
 
 
 def _resets(values: Floats) -> int:
@@ -345,8 +355,14 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
 )
 
 
+ADVERSARIAL = re.compile(r"(^|[/_])(d|disc|discriminator|critic)_?loss")  # two losses that play against each other
+OF_ONE_LOSS = ("divergence", "plateau", "stalled_at_peak", "overfitting", "train_gap", "validation_leak", "spikes")
+
+
 def findings(log: RunLog) -> list[Finding]:
     """All findings of a run, the highest score first."""
     all_found = (finding for symptom in SYMPTOMS for finding in symptom(log))
     found = [replace(each, remedy=without_present(log, each.remedy)) for each in all_found]
+    if any(map(ADVERSARIAL.search, log.metrics)):
+        found = [each for each in found if each.symptom not in OF_ONE_LOSS]
     return sorted(found, key=lambda finding: -finding.score)

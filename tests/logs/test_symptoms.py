@@ -293,6 +293,47 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_found():
     assert [findings(healthy(restarts=[at])) for at in (3, 10, 20, 295)] == [[]] * 4
 
 
+# ---- runs of other kinds that are well
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+@pytest.mark.parametrize("kind", ["fine-tuning", "init_from", "vocabulary", "batches", "lengths", "gan", "smoothing"])
+def test_a_run_of_another_kind_is_well(kind, seed):
+    chance = np.random.default_rng(seed)
+    noise, grown = chance.standard_normal(N), np.minimum(1 + STEPS // 60, 4)
+    settings, metrics, speed = dict(SETTINGS), {}, None
+    loss = FALLING - NOISE + 0.05 * noise
+    if kind in ("fine-tuning", "init_from", "vocabulary"):
+        loss = 2.3 - 0.1 * (1 - np.exp(-STEPS / 5)) + 0.05 * noise
+        metrics = {"train__lr": COSINE / 100 if kind == "fine-tuning" else COSINE, "val__loss": np.full(10, 2.2)}
+        settings |= {"init_from": "a.ckpt"} if kind == "init_from" else {}
+        settings |= {"data.vocab_size": 32000} if kind == "vocabulary" else {}
+    elif kind == "batches":  # nothing but the times and the noise tells
+        loss = FALLING - NOISE + 0.1 * noise / np.sqrt(grown)
+        speed = Series(STEPS, 1 / (grown * (1 + 0.03 * chance.standard_normal(N))))
+    elif kind == "lengths":
+        loss = loss + 1.0 * (grown - 1)
+        metrics = {"data__seq_len": 128.0 * grown}
+    elif kind == "gan":
+        loss = 0.7 + STEPS / 200 + 0.2 * noise
+        metrics = {"train__d_loss": 1.4 - STEPS / 400 + 0.1 * noise}
+    else:
+        loss, metrics = loss + 0.9, {"val__loss": VAL}
+    metrics.setdefault("val__loss", np.interp(VAL_STEPS, STEPS, loss))
+    log = healthy(settings=settings, train__loss=loss, **metrics)
+    if speed:
+        log.metrics = {**log.metrics, "steps per second": speed}
+        log.names["speed"] = "steps per second"
+    assert [each.symptom for each in findings(log) if each.severity != "note"] == []
+
+
+def test_a_frozen_run_from_scratch_is_no_fine_tuning():
+    frozen = findings(healthy(**FLAT, settings={**SETTINGS, "data.vocab_size": 400}))
+    assert [(each.symptom, each.severity) for each in frozen] == [("plateau", "error")]
+    slow = findings(healthy(**FLAT, train__lr=COSINE / 1000))
+    assert [(each.symptom, each.severity) for each in slow] == [("plateau", "error")]
+
+
 # ---- remedies
 
 
