@@ -112,10 +112,11 @@ class RunLog:
         return int(self["loss"].steps[-1]) + 1 if len(self["loss"]) else 0
 
     def since_change(self, series: Series) -> Series:
-        """The points since the last logged change of the size of batches or of the length of rows."""
-        work = [each.finite() for name, each in self.metrics.items() if _WORK.search(name)]
-        changes = [int(each.steps[1:][np.diff(each.values) != 0][-1]) for each in work if np.ptp(each.values) > 0]
-        return series.between(max(changes, default=0), math.inf)
+        """The points since the last logged change of the size of batches or of the length of rows, if it is rare."""
+        work = (each.finite() for name, each in self.metrics.items() if _WORK.search(name))
+        changes = [(each, each.steps[1:][np.diff(each.values) != 0]) for each in work]
+        last = [int(steps[-1]) for each, steps in changes if 0 < len(steps) <= len(each) / 10]
+        return series.between(max(last, default=0), math.inf)
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that the recipe has; None without."""

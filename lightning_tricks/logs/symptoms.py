@@ -168,7 +168,7 @@ def throughput(log: RunLog) -> Iterator[Finding]:
             "compare memory before and after such a return", logged_names(log, "speed"),
         )  # fmt: skip
     shifts = any(levels[k:].max() <= SLOWER * levels[:k].min() for k in range(2, len(levels) - 1))
-    if zeros or start <= 0 or (not shifts and (end > SLOWER * start or kendall(levels) > FALLING)):
+    if start <= 0 or (not shifts and (end > SLOWER * start or kendall(levels) > FALLING)):
         return
     if PER_STEP.search(log.name("speed")) and _grows_quieter(log["loss"].finite().values, end / start):
         return

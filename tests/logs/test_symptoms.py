@@ -233,6 +233,12 @@ def test_a_short_log_whose_loss_explodes_has_diverged():
     assert found.symptom == "divergence"
 
 
+def test_tokens_of_a_step_that_vary_hide_no_divergence():
+    varied = {"data__tokens_per_step": 512 - np.random.default_rng(0).integers(0, 9, N)}
+    log = healthy(train__loss=DIVERGED, val__loss=np.interp(VAL_STEPS, STEPS, DIVERGED), **varied)
+    assert "divergence" in {each.symptom for each in findings(log)}
+
+
 def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
     stalled = np.where(STEPS < 170, 5.3, 5.3 - (STEPS - 170) / 300) + 0.3 * NOISE
     stalled[:15] += np.linspace(1, 0, 15)
@@ -261,6 +267,7 @@ def test_a_sudden_lasting_fall_a_sawtooth_and_a_speed_of_0_are_found(seed):
     period = int(chance.integers(25, 60))
     assert of_speed(speed * (1 - 0.6 * (STEPS % period) / period)) == [("throughput_sawtooth", "warning")]
     assert of_speed(np.where(chance.random(N) < 0.3, speed * 0.4, speed)) == []  # slow steps here and there
+    assert of_speed(np.where(STEPS == 40, 0.0, fallen)) == [("throughput_falls", "warning")]
     assert of_speed(np.zeros(N)) == [("throughput_zero", "warning")]
 
 
