@@ -25,6 +25,7 @@ NEEDED_BY = {  # what is not looked for where a metric is missing
     "speed": "falling speed",
     "data_share": "waits for data (GoodputMonitor)",
 }
+_LEGEND = "<p>In each plot: dashed lines, the steps of the finding; red bands, NaN or infinity.</p>"
 _LONGEST = 300  # characters of a printed line
 
 
@@ -131,6 +132,10 @@ class Report:
                 f'<p class="verdict">{html_text(verdict)}</p>',
                 *(f"<p>{html_text(line)}</p>" for line in unread),
                 *map(self._section, self.found),
+                *(
+                    ["<p>In each plot: dashed, the steps of the finding; a red band, no finite value.</p>"]
+                    * bool(self.found)
+                ),
                 *(f"<p>{html_text(line)}</p>" for line in missing),
             ],
         )
@@ -147,9 +152,12 @@ class Report:
 
 
 def plot_of(series: Series, name: str, marks: Sequence[float] = ()) -> str:
-    """A metric over steps, with vertical lines at marked steps; of many points, extremes of each part stay."""
-    points = thinned(series.finite())
-    return plot([Curve(0, name, points.steps.astype(np.float64), points.values)], limits(points.values), marks=marks)
+    """A metric over steps, with lines at marked steps and bands where it is not finite; extremes stay."""
+    points, bad = thinned(series.finite()), ~np.isfinite(series.values)
+    firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
+    bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
+    curve = Curve(0, name, points.steps.astype(np.float64), points.values)
+    return plot([curve], limits(points.values), marks=marks, bands=bands)
 
 
 def run(args: list[str]) -> None:

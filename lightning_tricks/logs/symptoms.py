@@ -207,11 +207,12 @@ def stall(log: RunLog) -> Iterator[Finding]:
     validated = np.diff(np.searchsorted(log["val_loss"].steps, steps)) > 0
     restarted = np.diff(np.searchsorted(log.restarts, steps, side="right")) > 0
     for kind in (~validated & ~restarted, validated & ~restarted):
-        long = kind & (gaps > max(STALL_SECONDS, STALL_RATIO * np.median(gaps[kind]))) if kind.sum() > 5 else []
-        if np.any(long):
+        usual = float(np.median(gaps[kind])) if kind.sum() > 5 else math.inf
+        long = kind & (gaps > max(STALL_SECONDS, STALL_RATIO * usual))
+        if long.any():
             yield Finding(
                 "stall", "warning", "hypothesis", f"{gaps[long].max() / 60:.0f} minutes without a logged step after "
-                f"step {shown_steps(steps[:-1][long])}; usually {np.median(gaps[kind]):.3g} s",
+                f"step {shown_steps(steps[:-1][long])}; usually {usual:.3g} s",
                 "a rank or loader that hung, storage that did not answer, or a machine that was suspended",
                 "--trainer.callbacks+=HangWatchdog names the rank; the job's own log of that time",
                 logged_names(log, "speed"), tuple(map(int, steps[:-1][long][:8])),
