@@ -12,7 +12,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
-from lightning_tricks.logs.finding import Finding
+from lightning_tricks.logs.finding import MIN_POINTS, Finding
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
 from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
@@ -25,6 +25,7 @@ NEEDED_BY = {  # what is not looked for where a metric is missing
     "speed": "falling speed",
     "data_share": "waits for data (GoodputMonitor)",
 }
+_LEGEND = "<p>In each plot: dashed lines, the steps of the finding; red bands, NaN or infinity.</p>"
 _LONGEST = 300  # characters of a printed line
 
 
@@ -65,6 +66,11 @@ class Report:
         """Whether a finding is above a note."""
         return any(finding.severity != "note" for finding in self.found)
 
+    @property
+    def is_too_short(self) -> bool:
+        """Whether the training loss has too few points to say more than that it is NaN or has exploded."""
+        return len(self.log["loss"]) < MIN_POINTS
+
     def _head(self) -> Iterator[str]:
         figures = [f"{self.log.steps():,} steps"]
         for role, word in (("loss", "training loss"), ("val_loss", "validation loss")):
@@ -79,8 +85,12 @@ class Report:
             yield f"not in the log, so not looked for: {'; '.join(missing)}"
         notes = sum(finding.severity == "note" for finding in self.found)
         above = len(self.found) - notes
-        words = f"{above} finding{'s' * (above != 1)}" if above else "nothing found above a note"
-        yield f"doctor: {words}" + (f", {notes} note{'s' * (notes != 1)}" if notes else "")
+        words = [f"{above} finding{'s' * (above != 1)}"] if above else []
+        if self.is_too_short:
+            points = f"{len(self.log['loss'])} points of the training loss, {MIN_POINTS} are needed"
+            words.append(f"too short to judge{' the rest' * bool(above)} ({points})")
+        words = words or ["nothing found above a note"]
+        yield "doctor: " + ", ".join([*words, *([f"{notes} note{'s' * (notes != 1)}"] if notes else [])])
 
     @staticmethod
     def _rows(finding: Finding) -> list[tuple[str, str]]:
@@ -106,6 +116,7 @@ class Report:
         return {
             "run": self.name,
             "steps": self.log.steps(),
+            "too_short_to_judge": self.is_too_short,
             "findings": [{**asdict(finding), "score": round(finding.score, 2)} for finding in self.found],
             "not_in_the_log": [role for role in NEEDED_BY if not len(self.log[role])],
             "not_read": self.unread,
@@ -121,6 +132,10 @@ class Report:
                 f'<p class="verdict">{html_text(verdict)}</p>',
                 *(f"<p>{html_text(line)}</p>" for line in unread),
                 *map(self._section, self.found),
+                *(
+                    ["<p>In each plot: dashed, the steps of the finding; a red band, no finite value.</p>"]
+                    * bool(self.found)
+                ),
                 *(f"<p>{html_text(line)}</p>" for line in missing),
             ],
         )
@@ -137,9 +152,12 @@ class Report:
 
 
 def plot_of(series: Series, name: str, marks: Sequence[float] = ()) -> str:
-    """A metric over steps, with vertical lines at marked steps; of many points, extremes of each part stay."""
-    points = thinned(series.finite())
-    return plot([Curve(0, name, points.steps.astype(np.float64), points.values)], limits(points.values), marks=marks)
+    """A metric over steps, with lines at marked steps and bands where it is not finite; extremes stay."""
+    points, bad = thinned(series.finite()), ~np.isfinite(series.values)
+    firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
+    bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
+    curve = Curve(0, name, points.steps.astype(np.float64), points.values)
+    return plot([curve], limits(points.values), marks=marks, bands=bands)
 
 
 def run(args: list[str]) -> None:

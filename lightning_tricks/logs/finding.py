@@ -1,5 +1,6 @@
 """A finding: a symptom with its evidence, likely cause and remedy, and how findings are ranked. No torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,12 +51,40 @@ class Finding:
         return f"{self.evidence}. Likely cause ({self.status}): {self.cause}. Remedy: {self.remedy}"
 
 
-def lower_lr(log: RunLog) -> str:
-    """The remedy of a learning rate that is too high: the recipe's own by ten, where it is known."""
+HIGHEST_LR = 1.0  # of any usual optimizer: SGD's rates go up to 1, those of Adam and Muon to 0.1
+USUAL_LR = 3e-4  # of AdamW
+FELL = 0.99  # of the first loss: a rate is good once the loss has fallen at it
+RISING = 0.8  # of the rate after it: the loss was lowest before the rate came to where it is
+
+
+def lower_lr(log: RunLog, before: float = 0) -> str:
+    """The remedy of a learning rate that is too high: the last good one before a step, or a tenth of the recipe's."""
     found = log.setting("model.optimizer.lr", "optimizer.lr", "model.lr", "lr", "model.learning_rate", "learning_rate")
-    if isinstance(found, int | float) and found > 0:
-        return f"--model.optimizer.lr {found / 10:.2g} (it is {found:g})"
-    return "the learning rate divided by 10"
+    known = isinstance(found, int | float) and found > 0
+    loss, lr = log["loss"].between(0, before).finite(), log["lr"].between(0, before).finite()
+    if len(loss) and len(lr) and loss.values.min() < loss.values[0] - (1 - FELL) * abs(loss.values[0]):
+        at = int(loss.steps[loss.values.argmin()])
+        good, top = lr.between(0, at + 1).values[-1:], lr.between(at, before).values.max(initial=0.0)
+        if len(good) and 0 < good[0] < min(RISING * top, HIGHEST_LR):
+            now, shown = f"it is {found:g}; " if known else "", f"{good[0]:.2g}"
+            return f"--model.optimizer.lr {shown} ({now}the loss was lowest at that rate, at step {at})"
+    if not known:
+        return "the learning rate divided by 10"
+    new = found / 10 if found / 10 < HIGHEST_LR else USUAL_LR
+    return f"--model.optimizer.lr {new:.2g} (it is {found:g})"
+
+
+_PROPOSED = re.compile(r"(?:^|[;,] )(?:or )?--([\w.]+)(?:\+=| )([\w.]+)[^;,]*")
+
+
+def without_present(log: RunLog, remedy: str) -> str:
+    """A remedy without the callbacks and options that the run has already."""
+
+    def left(match: re.Match[str]) -> str:
+        return "" if match[2].lower() in str(log.setting(match[1])).lower().split(", ") else match[0]
+
+    kept = _PROPOSED.sub(left, remedy).lstrip(";, ").removeprefix("or ")
+    return kept or "the usual one is in the run: look at the batches of these steps"
 
 
 def logged_names(log: RunLog, *roles: str) -> tuple[str, ...]:

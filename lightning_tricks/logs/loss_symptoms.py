@@ -37,19 +37,20 @@ def not_finite(log: RunLog) -> Iterator[Finding]:
         first = int(loss.steps[bad][0])
         after = bad[np.argmax(bad) :]
         lost = bool(after.all()) and len(after) > 1
-        growth = _growth_before(norm, first)
+        growth, risen = _growth_before(norm, first), _risen_before(log, first)
         rest = f"and at all {len(after) - 1} logged steps after it" if lost else f"at {int(bad.sum())} steps in all"
         evidence = f"{log.name('loss')} is {loss.values[bad][0]} at step {first}, {rest}"
-        if growth > NORM_GROWTH:
+        if growth > NORM_GROWTH or risen:
             status: Status = "supported"
-            evidence += f"; the gradient norm had grown {growth:.0f} fold in the three steps before"
-            cause, remedy = "the learning rate is too high for this phase", lower_lr(log)
+            norms = f"; the gradient norm had grown {growth:.0f} fold in the three steps before"
+            evidence += risen + (norms if growth > NORM_GROWTH else "")
+            cause, remedy = "the learning rate is too high for this phase", lower_lr(log, first)
         elif first <= max(EARLY * log.steps(), EARLY_STEPS):
             status, cause = "hypothesis", "the learning rate is too high at the start, or the first data hold NaN"
             remedy = f"{lower_lr(log)}; a warmup of 500 to 2000 steps (--model.schedule.warmup_steps)"
         else:
             status, cause = "hypothesis", "one batch: values that are not finite, ids out of range, or a wrong mask"
-            remedy = "--trainer.callbacks+=StepGuard skips such a step and names its data; then autopsy --step N"
+            remedy = "--trainer.callbacks+=StepGuard skips and names such steps; autopsy --step N ranks documents"
         severity: Severity = "error" if lost else "warning"
         yield Finding(
             "not_finite", severity, status, evidence, cause, remedy, logged_names(log, "loss", "grad_norm"), (first,)
@@ -71,13 +72,27 @@ def _only_norm(log: RunLog, norm: Series, loss: Series) -> Iterator[Finding]:
     bad = ~np.isfinite(norm.values)
     if not bad.any() or scaled or not np.isfinite(loss.values).all():  # a scaler finds its scale by overflows
         return
+    first = int(norm.steps[bad][0])
+    risen = _risen_before(log, first + 1)
     yield Finding(
         "not_finite", "warning", "established",
-        f"{log.name('grad_norm')} is {norm.values[bad][0]} at step {shown_steps(norm.steps[bad])}; the loss is finite",
+        f"{log.name('grad_norm')} is {norm.values[bad][0]} at step {shown_steps(norm.steps[bad])}; the loss is finite"
+        f"{risen}", "the learning rate is too high for this phase" if risen else
         "the backward pass overflows, or divides by zero: sqrt or norm at 0, a mask with no place left in a row",
+        lower_lr(log, first + 1) if risen else
         "--trainer.callbacks+=StepGuard; --trainer.detect_anomaly true names the operation",
         logged_names(log, "grad_norm"), tuple(map(int, norm.steps[bad][:4])),
     )  # fmt: skip
+
+
+def _risen_before(log: RunLog, step: int) -> str:
+    """Words on a loss that has exploded shortly before a step; none where it has not."""
+    loss = log["loss"].between(0, step).finite()
+    last = loss.values[-END_POINTS:]
+    if len(loss) < 2 or loss.values.min() <= 0 or last.max() <= EXPLODED * max(loss.values[0], loss.values.min()):
+        return ""
+    at = loss.steps[len(loss) - len(last) + int(last.argmax())]
+    return f"; before that the loss had risen to {last.max():.3g} at step {at}, from {loss.values.min():.3g}"
 
 
 def _growth_before(norm: Series, step: int) -> float:
@@ -93,28 +108,37 @@ SIGMAS = 6.0  # of the standard error of a bin: once in 1e9 for normal noise, so
 FLAT = 0.01  # of the level: less in 70 % of a run is no learning that one would wait for
 NEVER = 0.02  # of the first level; a language model falls by far more while it learns how frequent tokens are
 STALLED = 0.02  # fall of the level while the learning rate is above half its peak, for a quarter of the run or longer
+ENDS = (0.08, 0.04, 0.0)  # parts of a run at its end that are looked at by themselves, each of ten points or more
+END_POINTS = 10
+EXPLODED = 3.0  # times the first losses: of so few points, noise makes less
+TRAINED = 0.75  # of the logarithm of the vocabulary, with which a new model begins
+FINE_LR, FINE_LOSS = 1e-4, 4.0  # at most, of a fine-tuning whose vocabulary is not known
 TOO_LOW_LR = 1e-7  # below it, no weight near 0.01 moves by one rounding of fp32 in a step of AdamW
 
 
 def divergence(log: RunLog) -> Iterator[Finding]:
     """The loss has risen from its best level, and stayed above it."""
-    loss = log["loss"].finite()
-    if len(loss) < MIN_POINTS:
+    loss = log.since_change(log["loss"].finite())
+    short = len(loss) < MIN_POINTS
+    if short and (len(loss) < END_POINTS or loss.values[-3:].min() <= EXPLODED * np.abs(loss.values[:3]).max()):
         return
     levels = bins(loss.values, 2 * BINS)
-    best, margin = int(levels.argmin()), 0.0
+    best = int(levels.argmin())
     margin = max(SIGMAS * bin_error(loss.values, 2 * BINS), DIVERGED * abs(levels[best]))
-    first = float(np.median(loss.values[:3]))
-    over_start = levels[-1] > first + margin
+    first, end = float(np.median(loss.values[:3])), levels[-1]
+    over_start = short or levels[-1] > first + margin
+    at = len(loss) * best // len(levels)
     if not over_start and (best > len(levels) - 3 or levels[-2:].min() <= levels[best] + margin):
-        return
-    start = int(loss.steps[min(len(loss) * best // len(levels), len(loss) - 1)])
+        if (points := _rising_end(loss.values)) == 0:
+            return
+        at, end = len(loss) - points, float(np.median(loss.values[-3:]))
+    start = int(loss.steps[min(at, len(loss) - 1)])
     if any(start <= step for step in log.restarts):
         return  # a loss that stays high after a restore is a finding of its own
     peak = _peak_step(log)
     near_peak = peak is not None and abs(start - peak) <= max(2 * log.steps() / len(levels), 2)
     grew = _has_grown(log["grad_norm"], start)
-    evidence = f"{log.name('loss')} was {levels[best]:.3g} near step {start}, and is {levels[-1]:.3g} at the end"
+    evidence = f"{log.name('loss')} was {levels[best]:.3g} near step {start}, and is {end:.3g} at the end"
     if near_peak:
         evidence += f"; the learning rate reaches its peak at step {peak}"
     if grew:
@@ -122,9 +146,21 @@ def divergence(log: RunLog) -> Iterator[Finding]:
     yield Finding(
         "divergence", "error", "supported" if near_peak or grew or over_start else "hypothesis", evidence,
         "the peak of the learning rate is too high, or reached too fast",
-        f"{lower_lr(log)}; a longer --model.schedule.warmup_steps",
+        f"{lower_lr(log, math.inf)}; a longer --model.schedule.warmup_steps",
         logged_names(log, "loss", "lr", "grad_norm"), (start,),
     )  # fmt: skip
+
+
+def _rising_end(values: Floats) -> int:
+    """Number of points at the end that lie above the part of the same length before them, and have not come back."""
+    for part in ENDS:
+        points = max(int(len(values) * part), END_POINTS)
+        before, end = values[-3 * points : -points], values[-points:]
+        level = float(np.median(before))
+        margin = max(SIGMAS * 1.2533 * noise(before) / math.sqrt(points), DIVERGED * abs(level))
+        if np.median(end) > level + margin and np.median(end[-3:]) > level + margin and end[-3:].min() > before.max():
+            return points
+    return 0
 
 
 def _has_grown(norm: Series, start: int) -> bool:
@@ -191,9 +227,21 @@ def plateau(log: RunLog) -> Iterator[Finding]:
         severity = "warning"
         cause = "a learning rate too low or too high, the same batches again, or labels that cannot be foretold"
         remedy = "--model.optimizer.lr, the schedule, the data's seed; compare batches in a ledger (RunLedger)"
+    if _was_trained(log, first, peak):
+        severity = "note"
     yield Finding(
         "plateau", severity, status, evidence, cause, remedy, logged_names(log, "loss", "lr"), (int(late.steps[0]),)
     )
+
+
+def _was_trained(log: RunLog, first: float, peak: float | None) -> bool:
+    """Whether the run goes on with a trained model, of which a loss that hardly falls is to be expected."""
+    if peak is not None and peak <= TOO_LOW_LR:
+        return False
+    vocabulary = log.setting("data.vocab_size", "model.decoder.vocab_size", "vocab_size")
+    if isinstance(vocabulary, int) and vocabulary > 1:
+        return first < TRAINED * math.log(vocabulary)
+    return log.setting("init_from") is not None or (peak is not None and peak <= FINE_LR and first < FINE_LOSS)
 
 
 def _in_warmup(log: RunLog) -> bool:
@@ -266,6 +314,8 @@ def _norm_leads(norm: Series, step: int) -> bool:
 MIN_VALIDATIONS = 4
 OVERFIT_RISE = 0.03  # of the best validation: that of a fixed set has no sampling noise, and weights move it by less
 LEAK = 0.8  # of the training loss: dropout and the delay of a falling loss make a few hundredths
+SMOOTHED = 0.3  # of the training loss: rows of the training data come far below
+SMOOTHING = 1.3, 1.25  # times the smallest gap, and nats: label smoothing of 0.1 in training alone adds as much
 TRAIN_GAP = 0.5  # of the validation loss: text seen three times is a tenth below text not seen
 
 
@@ -310,7 +360,9 @@ def validation_leak(log: RunLog) -> Iterator[Finding]:
     if (val.values <= 0).any() or (train <= 0).any():
         return
     ratio = (val.values / train)[len(val) // 2 :]
-    if not (ratio < LEAK).all():
+    gap = (train - val.values)[len(val) // 2 :]
+    smoothed = ratio.min() > SMOOTHED and gap.max() < min(SMOOTHING[0] * gap.min(), SMOOTHING[1])
+    if not (ratio < LEAK).all() or smoothed:
         return
     falling = len(ratio) > 2 and kendall(ratio) < -0.5
     yield Finding(
@@ -336,6 +388,7 @@ def _train_at(val: Series, loss: Series) -> Floats:
 
 RESTORE_POINTS = 20  # on each side: as many steps as AdamW's second moment with beta2 0.95 looks back
 RESTORE_RISE = 0.05  # of the level before
+LR_JUMP = 1.5  # times, either way, and five times its change from point to point
 LOST_STEPS = 0.5  # StepGuard and a scaler skip steps of the optimizer, but not half of them
 
 
@@ -354,6 +407,11 @@ def restore(log: RunLog) -> Iterator[Finding]:
             said.append(f"the optimizer counts {counted[step]:.0f} steps of {step}")
             causes.append("the optimizer's state was not restored")
             todo.append("--ckpt_path LAST.ckpt in place of --init_from, and no save_weights_only")
+        rates = _rate_jump(log["lr"].finite(), step)
+        if rates:
+            said.append(f"{log.name('lr')} is {rates[0]:.3g} before and {rates[1]:.3g} after")
+            causes.append("the schedule begins anew, or the recipe has another one")
+            todo.append("--ckpt_path LAST.ckpt with the recipe and the max_steps of the run before")
         if again:
             said.append(f"{again} of the next batches were trained before")
             causes.append("the data begin anew")
@@ -361,7 +419,8 @@ def restore(log: RunLog) -> Iterator[Finding]:
         if said:
             yield Finding(
                 "restore", "error" if jump or lost else "warning",
-                "established" if lost or again else "hypothesis", f"at the restart at step {step}: {'; '.join(said)}",
+                "established" if lost or again or rates else "hypothesis",
+                f"at the restart at step {step}: {'; '.join(said)}",
                 "; ".join(filter(None, causes)), "; ".join(dict.fromkeys(todo)), logged_names(log, "loss", "grad_norm"),
                 (step,),
             )  # fmt: skip
@@ -376,6 +435,15 @@ def _jump(loss: Series, step: int) -> tuple[float, float] | None:
     level, highest = float(np.median(before)), float(bins(after, len(after) // 5).max())
     margin = max(SIGMAS * 1.2533 * noise(before) / math.sqrt(5), RESTORE_RISE * abs(level))
     return (level, highest) if highest > level + margin else None
+
+
+def _rate_jump(lr: Series, step: int) -> tuple[float, float] | None:
+    """The learning rates before and after a restart, where they are far apart."""
+    before, after = lr.between(0, step).values[-6:], lr.between(step, math.inf).values[:1]
+    if len(before) < 3 or not len(after) or before[-1] <= 0:
+        return None
+    jumps = abs(after[0] - before[-1]) > 5 * np.abs(np.diff(before)).max()
+    return (before[-1], after[0]) if jumps and not 1 / LR_JUMP < after[0] / before[-1] < LR_JUMP else None
 
 
 def _batches_again(log: RunLog, step: int) -> int:

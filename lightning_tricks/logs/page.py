@@ -25,6 +25,7 @@ DARK = {
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 56, 18, 34  # of a plot, and of its numbers around it
 _TICKS = 5
 _MOST_POINTS = 800  # of a curve
+_BAD = "<title>not finite: NaN or infinite</title>"
 _MARGIN = 0.06  # of the height of a plot, above and below
 
 
@@ -66,7 +67,13 @@ def limits(values: Floats) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def plot(curves: Iterable[Curve], ends: tuple[float, float], small: bool = False, marks: Sequence[float] = ()) -> str:
+def plot(
+    curves: Iterable[Curve],
+    ends: tuple[float, float],
+    small: bool = False,
+    marks: Sequence[float] = (),
+    bands: Sequence[tuple[float, float]] = (),
+) -> str:
     """Curves as an inline SVG with numbers at both axes.
 
     Args:
@@ -74,12 +81,13 @@ def plot(curves: Iterable[Curve], ends: tuple[float, float], small: bool = False
         ends: lowest and highest value to show.
         small: whether amounts are small, such as hours, and not counts.
         marks: amounts at which a vertical line stands.
+        bands: first and last amounts at which a value is not finite.
     """
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return "<svg></svg>"
     low, high = ends
-    end = max(float(curve.x[-1]) for curve in curves) or 1.0
+    end = max([float(curve.x[-1]) for curve in curves] + [last for _, last in bands]) or 1.0
     wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
     def x_of(value: float) -> float:
@@ -98,6 +106,9 @@ def plot(curves: Iterable[Curve], ends: tuple[float, float], small: bool = False
         parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{shown}</text>')
     # what is above the frame is cut off by this inner one
     parts.append(f'<svg x="{_LEFT}" width="{wide}" height="{tall}" viewBox="{_LEFT} 0 {wide} {tall}">')
+    for first, last in bands:
+        wide_of = max(x_of(last) - x_of(first), 2.0)
+        parts.append(f'<rect class="bad" x="{x_of(first):.1f}" width="{wide_of:.1f}" height="{tall}">{_BAD}</rect>')
     for mark in (x_of(mark) for mark in marks if mark <= end):
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
     for curve in curves:
@@ -156,7 +167,7 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; {light} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-  background: var(--paper); color: var(--ink); }}
+  background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }}
 h1 {{ font-size: 1.3rem; }} .verdict {{ font-weight: 600; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; }}
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
@@ -168,8 +179,8 @@ figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; he
 line {{ stroke: var(--faint); }} line.mark {{ stroke: #c62828; stroke-dasharray: 3 3; }}
 polyline {{ fill: none; stroke-width: 1.5; }} .dashed {{ stroke-dasharray: 5 3; }}
 {strokes}
-text {{ font-size: 11px; fill: currentColor; }}
-.legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
+text {{ font-size: 11px; fill: currentColor; }} @media (max-width: 600px) {{ text {{ font-size: 14px; }} }}
+.bad {{ fill: #c62828; opacity: .2; }} .legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
 i {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
   border-radius: 2px; vertical-align: -1px; }}
 </style></head><body><h1>{title}</h1>

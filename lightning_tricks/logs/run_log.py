@@ -1,6 +1,7 @@
 """What a run has logged, by the role of each metric, and the robust figures that the symptoms are made of. No torch."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _SPEED = "steps per second, by the times of the log"
+_WORK = re.compile(r"batch_size|seq_?len|sequence_length|context_length|tokens_per_(step|batch)")
 _WORDS = {"loss": "training loss", "val_loss": "validation loss"}
 
 
@@ -108,6 +110,13 @@ class RunLog:
     def steps(self) -> int:
         """Number of optimizer steps done, as far as the training loss tells."""
         return int(self["loss"].steps[-1]) + 1 if len(self["loss"]) else 0
+
+    def since_change(self, series: Series) -> Series:
+        """The points since the last logged change of the size of batches or of the length of rows, if it is rare."""
+        work = (each.finite() for name, each in self.metrics.items() if _WORK.search(name))
+        changes = [(each, each.steps[1:][np.diff(each.values) != 0]) for each in work]
+        last = [int(steps[-1]) for each, steps in changes if 0 < len(steps) <= len(each) / 10]
+        return series.between(max(last, default=0), math.inf)
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that the recipe has; None without."""

@@ -1,6 +1,7 @@
 """The metrics of one run from its folder, of event files and `metrics.csv`: the reader of all logs. No torch."""
 
 import math
+import re
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.logs.event_file import Facts, read_events
 
 _NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
+_EVALUATION = re.compile(r"(^|[/_])(val|valid|validation|test|eval|predict)([/_]|$)")  # in the name of a metric
 _NO_COLUMN = ("step", "epoch", "")
 ROLES: Mapping[str, tuple[str, ...]] = {  # the names under which loggers have each metric, the likeliest first
     "loss": ("train/loss", "train_loss", "train/loss_step", "train_loss_step", "training_loss", "loss"),
@@ -46,6 +48,9 @@ def check_roles(names: Mapping[str, str]) -> None:
             raise UsageError(f"names: {role}={name}{did_you_mean(role, ROLES)}: the roles are {', '.join(ROLES)}")
 
 
+_ARRAYS = ("steps", "values", "times", "_marks")
+
+
 @dataclass
 class Points:
     """One metric.
@@ -54,7 +59,8 @@ class Points:
         steps: as logged, 0 for the first, ascending once all files are read.
         values: of these steps; of a step that was repeated, the last one.
         times: seconds since 1970 at which they were written; NaN where the file has no times.
-        restarts: steps at which it went on after a restart: in a later file, or where steps go back.
+        restarts: steps at which it went on after a restart: in a later file, or where steps go back
+            to one that was there.
     """
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
@@ -63,7 +69,7 @@ class Points:
     restarts: set[int] = field(default_factory=set)
     _marks: "array[int]" = field(default_factory=lambda: array("q"))  # number of resumes written before each point
     _highest: int = -1
-    _latest: int = -1
+    _backs: list[int] = field(default_factory=list)  # places of points that come after one of a higher step
     _is_sorted: bool = True
 
     def __len__(self) -> int:
@@ -73,14 +79,17 @@ class Points:
         """The values by their steps."""
         return dict(zip(self.steps, self.values, strict=True))
 
-    def begin_file(self, step: int) -> None:
-        """Forget the points that another file repeats from its first step on."""
-        if self.steps and step > self.steps[0]:
+    def join(self, later: "Points") -> None:
+        """Go on with the points of a later file, which repeats the steps from its first one on."""
+        step = later.steps[0]
+        if step > self.steps[0]:
             self.restarts.add(step)
         if step <= self._highest:
             self._keep([known < step for known in self.steps])
-            self._highest = max(self.steps, default=-1)
-        self._latest = -1
+        self._highest = max(max(self.steps, default=-1), later._highest)
+        self._is_sorted &= later._is_sorted
+        for name in _ARRAYS:
+            getattr(self, name).extend(getattr(later, name))
 
     def add(self, step: int, value: float, time: float, marks: int) -> None:
         """Add a point."""
@@ -88,16 +97,23 @@ class Points:
             self._highest = step
         else:
             self._is_sorted = False
-            if step < self._latest:
-                self.restarts.add(step)
-        self._latest = step
+            if step < self.steps[-1]:
+                self._backs.append(len(self.steps))
         self.steps.append(step)
         self.values.append(value)
         self.times.append(time)
         self._marks.append(marks)
 
+    def end_file(self) -> None:
+        """Tell restarts, which repeat a step, from steps out of order."""
+        if self._backs:
+            first = {self.steps[place]: place for place in reversed(range(len(self)))}
+            self.restarts |= {self.steps[place] for place in self._backs if first[self.steps[place]] < place}
+            self._backs = []
+
     def finish(self, ends: "list[int]") -> None:
         """Keep what counts: of the points before each resume those below `ends`; of each step the last one."""
+        self.end_file()
         if len(ends) > 1:
             self._keep([step < ends[marks] for step, marks in zip(self.steps, self._marks, strict=True)])
         if not self._is_sorted:
@@ -110,7 +126,7 @@ class Points:
 
     def _keep(self, kept: "list[bool]") -> None:
         if not all(kept):
-            for name in ("steps", "values", "times", "_marks"):
+            for name in _ARRAYS:
                 old = getattr(self, name)
                 setattr(self, name, array(old.typecode, [each for each, keep in zip(old, kept, strict=True) if keep]))
 
@@ -173,7 +189,9 @@ def read_scalars(folder: Path, names: Collection[str] | None = None) -> Scalars:
 
 
 def _read_events(file: Path, names: Collection[str] | None, found: Scalars) -> None:
+    """Add the points of a file; those of a validation after training only where training has no such metric."""
     of_file: dict[str, Points] = {}
+    steps_before = found.steps
     for tag, step, value, time in read_events(file, found.facts):
         if tag is None:
             found.resumes.append(step)
@@ -182,12 +200,18 @@ def _read_events(file: Path, names: Collection[str] | None, found: Scalars) -> N
         if (points := of_file.get(tag)) is None:
             if tag.startswith(_NOT_METRICS):
                 continue
-            wanted = names is None or tag in names
-            points = of_file[tag] = found.metrics.setdefault(tag, Points()) if wanted else Points()
-            points.begin_file(step)
+            points = of_file[tag] = Points()
         found.steps = step + 1
         if names is None or tag in names:
             points.add(step, value, time, len(found.resumes))
+    trains = steps_before is None or not all(map(_EVALUATION.search, of_file))
+    found.steps = found.steps if trains else steps_before
+    for tag, points in of_file.items():
+        points.end_file()
+        if points and tag not in found.metrics:
+            found.metrics[tag] = points
+        elif points and trains:
+            found.metrics[tag].join(points)
 
 
 def _read_table(file: Path, names: Collection[str] | None, found: Scalars) -> None:

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_tricks.logs import loss_symptoms
-from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr
+from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr, without_present
 from lightning_tricks.logs.loss_symptoms import FREQUENT, FREQUENT_SHARE
-from lightning_tricks.logs.run_log import RunLog, bins, kendall, shown_steps
+from lightning_tricks.logs.run_log import Floats, RunLog, bins, kendall, shown_steps
 
 # ---- what the run has printed
 
@@ -52,7 +53,7 @@ def printed(log: RunLog) -> Iterator[Finding]:
     if lines := [line for line in left if RAISED.search(line)]:
         yield Finding(
             "exception", "error", "established", lines[0], "the code in the last line of its traceback",
-            "mend it; --trainer.callbacks+=SafeCheckpoint and --resume auto go on from the last checkpoint",
+            "mend it; --trainer.callbacks+=SafeCheckpoint; --resume auto goes on from the last checkpoint",
         )  # fmt: skip
 
 
@@ -136,23 +137,45 @@ SLOWER = 0.7  # of the speed at the start: less than what a GPU loses when it ge
 CROWDED = 0.2  # on a CPU: with four other busy programs on two cores, healthy runs fell to 0.36 of their speed
 FALLING = -0.7  # Kendall's tau of ten levels: less in 1 of 500 orders of equal ones
 DATA_WAIT = 0.2  # of the time of steps and waits: a loader that keeps up took 0.01 of it, in this process too
+PER_STEP = re.compile(r"steps per second|batches_per_sec|steps_per_sec|it/s")  # larger batches make such a speed fall
+QUIETER = (1.5, 0.75)  # times the root of the speed's fall, and at most: the noise of a loss over so many more tokens
+RESETS = 3  # returns to the full speed within one point, after falls of many
+STALL_SECONDS, STALL_RATIO = 600.0, 20.0  # between two points, and over the median of such times
 GPU = ("gpu", "cuda", "auto")  # settings with which a device is rarely shared
 LOW_MFU = 0.2  # tuned runs of large models reach 0.4 to 0.55
 
 
 def throughput(log: RunLog) -> Iterator[Finding]:
-    """The speed falls over the run."""
-    speed = log["speed"].finite()
+    """The speed falls over the run, at once and for good, or again and again; or it is 0."""
+    speed = log.since_change(log["speed"].finite())
     if len(speed) < BINS + 2:
         return
-    levels = bins(speed.values[max(len(speed) // 20, 1) :], BINS)
+    values = speed.values[max(len(speed) // 20, 1) :]
+    levels = bins(values, BINS)
     start, end = float(np.median(levels[:3])), float(np.median(levels[-2:]))
-    if start <= 0 or end > SLOWER * start or kendall(levels) > FALLING:
+    zeros, resets = int((values <= 0).sum()), _resets(values)
+    if zeros > len(values) / 20:
+        yield Finding(
+            "throughput_zero", "warning", "hypothesis", f"{log.name('speed')} is 0 at {zeros} of {len(values)} points",
+            "what it counts is not there: no tokens with a label, or a batch of another form; or nothing is trained",
+            "look at a batch and its labels", logged_names(log, "speed"),
+        )  # fmt: skip
+    elif resets >= RESETS:
+        yield Finding(
+            "throughput_sawtooth", "warning", "hypothesis", f"{log.name('speed')} falls from {values.max():.4g} to "
+            f"{values.min():.4g} bit by bit, and comes back at once, {resets} times", "something grows and is emptied "
+            "at each epoch, validation or save: a cache, a list of outputs, the workers' memory",
+            "compare memory before and after such a return", logged_names(log, "speed"),
+        )  # fmt: skip
+    shifts = any(levels[k:].max() <= SLOWER * levels[:k].min() for k in range(2, len(levels) - 1))
+    if start <= 0 or (not shifts and (end > SLOWER * start or kendall(levels) > FALLING)):
+        return
+    if PER_STEP.search(log.name("speed")) and _grows_quieter(log["loss"].finite().values, end / start):
         return
     waits = _data_wait(log)
     loader = waits is not None and waits > DATA_WAIT / 2
     wait = f"; {waits:.0%} of the steps' time went into waits for data" if loader else ""
-    alone = log.setting("trainer.accelerator") in GPU
+    alone = log.setting("trainer.accelerator") in GPU or (shifts and log.setting("trainer.accelerator") != "cpu")
     yield Finding(
         "throughput_falls", "warning" if loader or alone or end < CROWDED * start else "note",
         "supported" if loader else "hypothesis",
@@ -162,6 +185,38 @@ def throughput(log: RunLog) -> Iterator[Finding]:
         "--data.num_workers, tokenized data in memory maps (prepare)" + ("" if loader else "; GoodputMonitor tells"),
         logged_names(log, "speed", "data_share"),
     )  # fmt: skip
+
+
+def _grows_quieter(loss: Floats, fall: float) -> bool:
+    """Whether the noise of the loss falls as it does where a step has 1 / `fall` times the rows or tokens."""
+    first, _, last = [np.abs(np.diff(part)).sum() for part in np.array_split(loss, 3)]
+    return bool(last < min(QUIETER[0] * math.sqrt(fall), QUIETER[1]) * first)
+
+
+def _resets(values: Floats) -> int:
+    """Number of sudden returns to a high speed, where it falls little by little between them."""
+    smooth = np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=1)
+    low, high = np.quantile(smooth, (0.1, 0.9))
+    ups, downs = ((sign * np.diff(smooth) > (high - low) / 2).sum() for sign in (1, -1))
+    return int(ups) if low <= SLOWER * high and downs < ups / 2 else 0
+
+
+def stall(log: RunLog) -> Iterator[Finding]:
+    """No step for a long time, without a restart in between; validations are compared with validations."""
+    steps, gaps = log.times.steps, np.diff(log.times.values)
+    validated = np.diff(np.searchsorted(log["val_loss"].steps, steps)) > 0
+    restarted = np.diff(np.searchsorted(log.restarts, steps, side="right")) > 0
+    for kind in (~validated & ~restarted, validated & ~restarted):
+        usual = float(np.median(gaps[kind])) if kind.sum() > 5 else math.inf
+        long = kind & (gaps > max(STALL_SECONDS, STALL_RATIO * usual))
+        if long.any():
+            yield Finding(
+                "stall", "warning", "hypothesis", f"{gaps[long].max() / 60:.0f} minutes without a logged step after "
+                f"step {shown_steps(steps[:-1][long])}; usually {usual:.3g} s",
+                "a rank or loader that hung, storage that did not answer, or a machine that was suspended",
+                "--trainer.callbacks+=HangWatchdog names the rank; the job's own log of that time",
+                logged_names(log, "speed"), tuple(map(int, steps[:-1][long][:8])),
+            )  # fmt: skip
 
 
 def loader_stalls(log: RunLog) -> Iterator[Finding]:
@@ -293,6 +348,7 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
     dead_units,
     attention_logits,
     throughput,
+    stall,
     loader_stalls,
     slow_rank,
     never_decayed,
@@ -300,7 +356,14 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
 )
 
 
+ADVERSARIAL = re.compile(r"(^|[/_])(d|disc|discriminator|critic)_?loss")  # two losses that play against each other
+OF_ONE_LOSS = ("divergence", "plateau", "stalled_at_peak", "overfitting", "train_gap", "validation_leak", "spikes")
+
+
 def findings(log: RunLog) -> list[Finding]:
     """All findings of a run, the highest score first."""
-    found = [finding for symptom in SYMPTOMS for finding in symptom(log)]
+    all_found = (finding for symptom in SYMPTOMS for finding in symptom(log))
+    found = [replace(each, remedy=without_present(log, each.remedy)) for each in all_found]
+    if any(map(ADVERSARIAL.search, log.metrics)):
+        found = [each for each in found if each.symptom not in OF_ONE_LOSS]
     return sorted(found, key=lambda finding: -finding.score)

@@ -145,6 +145,7 @@ class DoctorMonitor(pl.Callback):
             "trainer.gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             "trainer.max_steps": trainer.max_steps,
             "trainer.precision": str(trainer.precision),
+            "trainer.callbacks": ", ".join(type(each).__name__ for each in self._trainer.callbacks),
             "trainer.accelerator": trainer.strategy.root_device.type,
         }
         self._ranks = trainer.world_size if 1 < trainer.world_size <= MOST_RANKS else 0

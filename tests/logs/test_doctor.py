@@ -34,6 +34,18 @@ def test_a_healthy_run_ends_in_order_and_says_what_was_not_looked_for(tmp_path, 
     assert missing.startswith("not in the log, so not looked for: val_loss (overfitting, validation leak); grad_norm")
 
 
+def test_a_run_that_is_too_short_to_judge_is_said_to_be_so(tmp_path, capsys):
+    door.run(["doctor", str(written(tmp_path / "a", *losses(range(49)))), "--json", str(tmp_path / "a.json")])
+    end = capsys.readouterr().out.splitlines()[-1]
+    assert end == "doctor: too short to judge (49 points of the training loss, 50 are needed)"
+    assert json.loads((tmp_path / "a.json").read_text())["too_short_to_judge"] is True
+    written(tmp_path / "b", *losses(range(9), lambda step: math.nan if step > 5 else 5.0))
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(tmp_path / "b")])
+    end = capsys.readouterr().out.splitlines()[-1]
+    assert end == "doctor: 1 finding, too short to judge the rest (9 points of the training loss, 50 are needed)"
+
+
 def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_path, capsys):
     sick(tmp_path / "run")
     with pytest.raises(SystemExit) as end:
@@ -64,7 +76,7 @@ def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):
     stands = "HangWatchdog: rank 0 of 2 on node7 has been in the backward of step 4001 for 300 s (limit_seconds=300)"
     hang = said(stands, "  a stack", behind, "RuntimeError: Timed out waiting 60000ms for recv operation to complete")
     assert f"1. error: hang\n   evidence: {stands}; {behind}\n" in hang
-    assert hang.endswith("doctor: 1 finding\n")
+    assert "\ndoctor: 1 finding, too short to judge the rest" in hang
     assert "error: out of memory" in said(
         "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     )

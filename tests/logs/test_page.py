@@ -1,11 +1,16 @@
 """The page's plots: what is shown of a curve, its marks and its numbers."""
 
+import re
+import shutil
+
 import numpy as np
 import pytest
 
 from lightning_tricks.commands.doctor import plot_of
-from lightning_tricks.logs.page import limits, plot, thinned, ticks
+from lightning_tricks.logs.page import limits, page, plot, thinned, ticks
 from lightning_tricks.logs.run_log import Series
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def test_a_plot_keeps_the_extremes_and_marks_steps():
@@ -20,6 +25,34 @@ def test_a_plot_keeps_the_extremes_and_marks_steps():
     assert drawn.count("<polyline") == 1
     assert ">10k<" in plot_of(Series(np.arange(10_001), np.arange(10_001.0)), "loss")
     assert plot_of(Series.of({}), "loss") == plot([], (0, 1)) == "<svg></svg>"
+
+
+def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
+    values = np.ones(100)
+    values[[5, 6, 7, 50]], values[90:] = np.nan, np.inf
+    drawn = plot_of(Series(np.arange(100), values), "loss")
+    widths = [float(width) for width in re.findall(r'<rect class="bad" x="[\d.]+" width="([\d.]+)"', drawn)]
+    assert widths == [pytest.approx(9.8, abs=0.2), 2.0, pytest.approx(44.2, abs=0.3)]
+    assert 'class="bad"' not in plot_of(Series(np.arange(9), np.ones(9)), "loss")
+    early = plot_of(Series(np.arange(100), np.where(np.arange(100) < 10, 1.0, np.nan)), "loss")
+    assert ">80<" in early  # the axis goes on to the end of the run
+    assert plot_of(Series(np.arange(3), np.full(3, np.nan)), "loss") == "<svg></svg>"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_is_not_wider_than_a_phone(tmp_path):
+    long = "/runs/" + "a_very_long_folder_" * 6
+    (tmp_path / "a.html").write_text(
+        page(f"{long}: 40 steps", [f"<p>{long}</p>", plot_of(Series(np.arange(9), np.ones(9)), long)])
+    )
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 390, "height": 844})
+        shown.goto((tmp_path / "a.html").as_uri())
+        assert shown.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_ticks_are_round_and_limits_have_a_margin():

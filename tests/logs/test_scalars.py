@@ -15,6 +15,7 @@ from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.logs.ledger_file import LedgerFile
 from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import read_log
+from lightning_tricks.logs.scalars import read_scalars
 
 
 def points(folder, name, **names):
@@ -82,6 +83,26 @@ def test_a_second_file_goes_on_where_it_begins(tmp_path):
     written(tmp_path, *losses(range(5, 7), lambda _: 1.0), name="events.out.tfevents.2.a")
     assert [step for step, _ in points(tmp_path, "train/loss")] == [0, 1, 2, 3, 4, 5, 6]
     assert read_log(tmp_path)[0].restarts == [5]
+
+
+def test_a_later_validation_hides_no_curve_and_counts_no_steps(tmp_path):
+    written(tmp_path, *losses(range(80)), *losses(range(9, 80, 10), tag="val/loss"))
+    later = [scalar("val/loss", 0, 4.2), scalar("val_acc", 0, 0.5), scalar("test/loss", 0, 4.3)]
+    written(tmp_path, *later, name="events.out.tfevents.2.a")
+    assert [step for step, _ in points(tmp_path, "val/loss")] == [*range(9, 80, 10)]
+    assert points(tmp_path, "test/loss") == [(0, pytest.approx(4.3))]
+    log, _ = read_log(tmp_path)
+    assert (log.restarts, read_scalars(tmp_path).steps) == ([], 80)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_out_of_order_are_no_restarts_and_repeated_ones_are(tmp_path, seed):
+    order = np.argsort(np.arange(300) + np.random.default_rng(seed).uniform(0, 6, 300))  # written by several threads
+    shuffled = written(tmp_path / "a", *losses(order.tolist()))
+    assert read_log(shuffled)[0].restarts == []
+    assert [step for step, _ in points(shuffled, "train/loss")] == [*range(300)]
+    again = written(tmp_path / "b", *losses([*order.tolist(), *range(250, 320)]))
+    assert read_log(again)[0].restarts == [250]
 
 
 def test_two_loggers_in_one_folder_are_one_run_with_the_times_of_the_event_file(tmp_path):

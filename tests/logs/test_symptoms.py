@@ -18,6 +18,7 @@ from lightning_tricks.logs.run_log import (
 )
 from lightning_tricks.logs.symptoms import SYMPTOMS, findings
 
+TUNED, HELD = (0, 1, 2), (3, 4, 5)  # seeds of noise: thresholds were chosen on the first ones alone
 N = 300
 STEPS = np.arange(N)
 NOISE = 0.05 * np.random.default_rng(0).standard_normal(N)
@@ -211,12 +212,165 @@ def test_a_loss_above_its_start_has_diverged_and_a_bump_has_not():
     assert "divergence" not in named(FALLING + 2 * ((STEPS > 140) & (STEPS < 160)))
 
 
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+@pytest.mark.parametrize("part", [0.08, 0.04, 0.02])
+def test_a_divergence_at_the_end_of_a_run_is_found_and_a_spike_that_comes_back_is_not(part, seed):
+    steps, noise = np.arange(1000), 0.05 * np.random.default_rng(seed).standard_normal(1000)
+    start = int(1000 * (1 - part))
+    fine = 2.5 + 4 * np.exp(-steps / 200) + noise
+    rising = fine + np.maximum(steps - start, 0) * (2 / (1000 - start))
+    found = {each.symptom: each for each in findings(RunLog({"train/loss": Series(steps, rising)}))}
+    assert abs(found["divergence"].steps[0] - start) <= 40
+    back = fine + 3 * np.exp(-np.maximum(steps - start, 0) / 4) * (steps >= start)
+    assert findings(RunLog({"train/loss": Series(steps, fine)})) == []
+    assert "divergence" not in {each.symptom for each in findings(RunLog({"train/loss": Series(steps, back)}))}
+
+
+def test_a_short_log_whose_loss_explodes_has_diverged():
+    loss = np.concatenate([np.linspace(6, 5, 10), 5 * 3.0 ** np.arange(10)])
+    (found,) = findings(RunLog({"train/loss": Series(np.arange(20), loss)}))
+    assert "train/loss was 5 near step 9, and is 9.84e+04 at the end" in found.evidence
+    assert found.symptom == "divergence"
+
+
+def test_tokens_of_a_step_that_vary_hide_no_divergence():
+    varied = {"data__tokens_per_step": 512 - np.random.default_rng(0).integers(0, 9, N)}
+    log = healthy(train__loss=DIVERGED, val__loss=np.interp(VAL_STEPS, STEPS, DIVERGED), **varied)
+    assert "divergence" in {each.symptom for each in findings(log)}
+
+
 def test_a_loss_that_falls_only_when_the_rate_decays_has_a_peak_too_high():
     stalled = np.where(STEPS < 170, 5.3, 5.3 - (STEPS - 170) / 300) + 0.3 * NOISE
     stalled[:15] += np.linspace(1, 0, 15)
     lr = np.where(STEPS < 20, STEPS * 1e-3, np.where(STEPS < 170, 0.02, 0.02 * (300 - STEPS) / 300))
     found = [each for each in findings(healthy(train__loss=stalled, train__lr=lr)) if each.symptom == "stalled_at_peak"]
     assert found[0].steps == (20, 170)
+
+
+# ---- speed
+
+
+def of_speed(values, **settings):
+    found = findings(healthy(throughput__tokens_per_second=values, settings={**SETTINGS, **settings}))
+    return [(each.symptom, each.severity) for each in found]
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+def test_a_sudden_lasting_fall_a_sawtooth_and_a_speed_of_0_are_found(seed):
+    chance = np.random.default_rng(seed)
+    speed = 1000 * (1 + 0.05 * chance.standard_normal(N))
+    at = int(N * chance.uniform(0.3, 0.75))
+    fallen = speed * np.where(at > STEPS, 1, 0.5)
+    assert of_speed(speed) == []
+    assert of_speed(fallen) == [("throughput_falls", "warning")]
+    assert of_speed(fallen, **{"trainer.accelerator": "cpu"}) == [("throughput_falls", "note")]
+    period = int(chance.integers(25, 60))
+    assert of_speed(speed * (1 - 0.6 * (STEPS % period) / period)) == [("throughput_sawtooth", "warning")]
+    assert of_speed(np.where(chance.random(N) < 0.3, speed * 0.4, speed)) == []  # slow steps here and there
+    assert of_speed(np.where(STEPS == 40, 0.0, fallen)) == [("throughput_falls", "warning")]
+    assert of_speed(np.zeros(N)) == [("throughput_zero", "warning")]
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+def test_a_stall_is_found_and_a_validation_or_a_restart_is_none(seed):
+    chance = np.random.default_rng(seed)
+    seconds = chance.uniform(2, 6, N)
+
+    def found(*long, gap=7200.0, restarts=()):
+        log = healthy(restarts=list(restarts))
+        log.times = Series(STEPS, np.cumsum(seconds + gap * np.isin(STEPS, long)))
+        return [(each.symptom, each.steps) for each in findings(log)]
+
+    at = 30 * int(chance.integers(1, 9)) + 10
+    assert found() == []
+    assert found(at + 1) == [("stall", (at,))]
+    assert found(at + 1, restarts=[at + 1]) == []
+    assert found(*(VAL_STEPS + 1)) == []
+    assert found(at + 1, gap=300.0) == []
+
+
+def test_a_learning_rate_that_jumps_at_a_resume_is_found():
+    lr = np.where(STEPS < 150, COSINE, COSINE[np.maximum(STEPS - 150, 0)])  # the schedule begins anew
+    found = findings(healthy(train__lr=lr, restarts=[150]))
+    assert [(each.symptom, each.severity, each.status) for each in found] == [("restore", "warning", "established")]
+    assert "train/lr is 0.0015" in found[0].evidence
+    found = findings(healthy(train__lr=spoilt(lr, 150, 0.0), restarts=[150]))
+    assert "before and 0 after" in found[0].evidence
+    assert findings(healthy(train__lr=lr)) == []  # a schedule may have jumps of its own
+    assert [findings(healthy(restarts=[at])) for at in (3, 10, 20, 295)] == [[]] * 4
+
+
+# ---- runs of other kinds that are well
+
+
+@pytest.mark.parametrize("seed", [*TUNED, *HELD])
+@pytest.mark.parametrize("kind", ["fine-tuning", "init_from", "vocabulary", "batches", "lengths", "gan", "smoothing"])
+def test_a_run_of_another_kind_is_well(kind, seed):
+    chance = np.random.default_rng(seed)
+    noise, grown = chance.standard_normal(N), np.minimum(1 + STEPS // 60, 4)
+    settings, metrics, speed = dict(SETTINGS), {}, None
+    loss = FALLING - NOISE + 0.05 * noise
+    if kind in ("fine-tuning", "init_from", "vocabulary"):
+        loss = 2.3 - 0.1 * (1 - np.exp(-STEPS / 5)) + 0.05 * noise
+        metrics = {"train__lr": COSINE / 100 if kind == "fine-tuning" else COSINE, "val__loss": np.full(10, 2.2)}
+        settings |= {"init_from": "a.ckpt"} if kind == "init_from" else {}
+        settings |= {"data.vocab_size": 32000} if kind == "vocabulary" else {}
+    elif kind == "batches":  # nothing but the times and the noise tells
+        loss = FALLING - NOISE + 0.1 * noise / np.sqrt(grown)
+        speed = Series(STEPS, 1 / (grown * (1 + 0.03 * chance.standard_normal(N))))
+    elif kind == "lengths":
+        loss = loss + 1.0 * (grown - 1)
+        metrics = {"data__seq_len": 128.0 * grown}
+    elif kind == "gan":
+        loss = 0.7 + STEPS / 200 + 0.2 * noise
+        metrics = {"train__d_loss": 1.4 - STEPS / 400 + 0.1 * noise}
+    else:
+        loss, metrics = loss + 0.9, {"val__loss": VAL}
+    metrics.setdefault("val__loss", np.interp(VAL_STEPS, STEPS, loss))
+    log = healthy(settings=settings, train__loss=loss, **metrics)
+    if speed:
+        log.metrics = {**log.metrics, "steps per second": speed}
+        log.names["speed"] = "steps per second"
+    assert [each.symptom for each in findings(log) if each.severity != "note"] == []
+
+
+def test_a_frozen_run_from_scratch_is_no_fine_tuning():
+    frozen = findings(healthy(**FLAT, settings={**SETTINGS, "data.vocab_size": 400}))
+    assert [(each.symptom, each.severity) for each in frozen] == [("plateau", "error")]
+    slow = findings(healthy(**FLAT, train__lr=COSINE / 1000))
+    assert [(each.symptom, each.severity) for each in slow] == [("plateau", "error")]
+
+
+# ---- remedies
+
+
+def remedy_of(symptom, settings=SETTINGS, **metrics):
+    (found,) = [each for each in findings(healthy(settings=settings, **metrics)) if each.symptom == symptom]
+    return found
+
+
+def test_a_remedy_never_proposes_what_the_run_has():
+    ours = {**SETTINGS, "trainer.callbacks": "LRMonitor, StepGuard", "model.decoder.qk_norm": True}
+    spike = spoilt(FALLING, 200, math.inf)
+    assert "callbacks+=StepGuard" in remedy_of("not_finite", train__loss=spike).remedy
+    assert remedy_of("not_finite", ours, train__loss=spike).remedy == "autopsy --step N ranks documents"
+    logits = {"attention__a__max_logit": np.linspace(10, 300, 10)}
+    assert "qk_norm true, or --model" in remedy_of("attention_logits", **logits).remedy
+    assert remedy_of("attention_logits", ours, **logits).remedy == "--model.optimizer.lr 0.0003 (it is 0.003)"
+    spikes = {"train__loss": spoilt(FALLING, [100, 150, 200], 7.0)}
+    assert remedy_of("spikes", ours, **spikes).remedy == "--model.optimizer.lr 0.0003 (it is 0.003)"
+
+
+def test_the_loss_that_exploded_before_a_nan_is_named_and_the_last_good_rate_proposed():
+    loss = np.where(STEPS < 40, 6 - STEPS / 20, 4 * 2.0 ** np.minimum(STEPS - 40, 25))
+    sick = {"train__loss": np.where(STEPS > 65, NAN, loss), "train__lr": np.minimum(STEPS / 200, 1) * 1.0}
+    found = remedy_of("not_finite", {**SETTINGS, "model.optimizer.lr": 1.0}, **sick)
+    assert "before that the loss had risen to 1.34e+08 at step 65, from 4" in found.evidence
+    assert "--model.optimizer.lr 0.2 (it is 1; the loss was lowest at that rate, at step 40)" in found.remedy
+    found = remedy_of("not_finite", {**SETTINGS, "model.optimizer.lr": 1e6}, train__loss=sick["train__loss"])
+    assert "--model.optimizer.lr 0.0003 (it is 1e+06)" in found.remedy
+    norm = {"train__grad_norm": spoilt(NORM, [60], math.inf), "precision__loss_scale": Series.of({})}
+    assert "the learning rate is too high" in remedy_of("not_finite", train__loss=loss, **norm).cause
 
 
 # ---- the ranking, and the figures
