@@ -1,5 +1,8 @@
 """`ls`: list the recipes that come with the collection. Imports no torch."""
 
+import sys
+
+from lightning_tricks._core.terminal import hanging, terminal_columns
 from lightning_tricks.commands import CommandParser, recipes_folder
 
 
@@ -10,4 +13,5 @@ def run(args: list[str]) -> None:
     width = max(len(recipe.stem) for recipe in recipes)
     for recipe in recipes:
         with recipe.open(encoding="utf-8") as file:
-            print(f"{recipe.stem:{width}s}  {file.readline().lstrip('#').strip()}")
+            title = file.readline().lstrip("#").strip()
+        print(hanging(f"{recipe.stem:{width}s}  ", title, terminal_columns(sys.maxsize)))
