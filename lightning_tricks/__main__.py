@@ -11,7 +11,7 @@ import os
 
 import lightning_tricks
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
-from lightning_tricks._core.terminal import hanging, terminal_columns
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks._host.process import check_launcher_variables
 from lightning_tricks.commands import COMMANDS, find
 
@@ -33,7 +33,7 @@ first run: python -m lightning_tricks cp tiny .
 def help_text() -> str:
     """All commands, each with its help."""
     width, columns = max(map(len, COMMANDS)) + 4, terminal_columns(120)
-    lines = [hanging(f"  {each.name}".ljust(width), each.help, columns) for each in COMMANDS.values()]
+    lines = [wrapped(f"  {each.name}".ljust(width) + each.help, columns, width) for each in COMMANDS.values()]
     return _HELP.format(commands="\n".join(lines))
 
 

@@ -11,16 +11,15 @@ def terminal_columns(elsewhere: int) -> int:
     return max(shutil.get_terminal_size((elsewhere, 24)).columns, _LEAST)
 
 
-def hanging(label: str, text: str, columns: int, indent: int | None = None) -> str:
-    """`label` and `text` in lines of at most `columns`, the later ones indented as far as the label is wide.
+def wrapped(text: str, columns: int, indent: int) -> str:
+    """The lines of a text, those of more than `columns` characters broken between words and hanging by `indent`.
 
-    Args:
-        label: what the first line begins with, blanks included.
-        text: in words, none of which is broken.
-        columns: of the terminal.
-        indent: of the later lines, where it is not the label's width.
+    Example:
+        >>> print(wrapped("learning rate  0.1 at 20,480 tokens", 24, 15))
+        learning rate  0.1 at
+                       20,480
+                       tokens
     """
-    later = " " * (len(label) if indent is None else indent)
-    wrapper = textwrap.TextWrapper(columns, initial_indent=label, subsequent_indent=later)
+    wrapper = textwrap.TextWrapper(columns, subsequent_indent=" " * indent)
     wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.fill(text)
+    return "\n".join(line if len(line) <= columns else wrapper.fill(line) for line in text.split("\n"))

@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_tricks._core.terminal import hanging, terminal_columns
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser, recipes_folder
 
 
@@ -14,4 +14,4 @@ def run(args: list[str]) -> None:
     for recipe in recipes:
         with recipe.open(encoding="utf-8") as file:
             title = file.readline().lstrip("#").strip()
-        print(hanging(f"{recipe.stem:{width}s}  ", title, terminal_columns(sys.maxsize)))
+        print(wrapped(f"{recipe.stem:{width}s}  {title}", terminal_columns(sys.maxsize), width + 2))

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._core.suggest import did_you_mean
-from lightning_tricks._core.terminal import hanging, terminal_columns
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
 from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
@@ -85,7 +85,7 @@ class Table:
         left = [at for at, name in enumerate(name for name in cells if name in kept) if name in ("name", "state")]
         lines = lines_of([*table], left)
         if dropped := [cells[name][0] for name in cells if name not in kept]:
-            lines += ["", hanging("no room for: ", f"{', '.join(dropped)} (--json has all)", columns, 2)]
+            lines += ["", wrapped(f"no room for: {', '.join(dropped)} (--json has all)", columns, 2)]
         return "\n".join(lines)
 
     def _shown(self, run: Run, name: str) -> str:

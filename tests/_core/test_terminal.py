@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lightning_tricks._core.terminal import hanging, terminal_columns
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 
 
 @pytest.mark.parametrize(("columns", "found"), [("80", 80), ("7", 40), (None, 99)])
@@ -16,8 +16,9 @@ def test_the_columns_are_those_of_the_terminal_or_the_given_ones(monkeypatch, co
     assert terminal_columns(99) == found
 
 
-def test_later_lines_hang_below_the_text_and_no_word_is_broken():
-    assert hanging("key  ", "one two-three 20,480 a_word_that_is_long", 16) == (
-        "key  one\n     two-three\n     20,480\n     a_word_that_is_long"
+def test_long_lines_hang_below_their_text_and_no_word_is_broken():
+    text = "key  one two-three 20,480 a_word_that_is_long\nkey  two\n\n  three"
+    assert wrapped(text, 16, 5) == (
+        "key  one\n     two-three\n     20,480\n     a_word_that_is_long\nkey  two\n\n  three"
     )
-    assert hanging("key: ", "one two", 9, 2) == "key: one\n  two"
+    assert wrapped(text, 45, 5) == text
