@@ -21,7 +21,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
         datamodule: of the recipe.
         trainer: of the recipe.
         gpu: such as a100, h100, h200, b200; null: a CPU where the recipe asks for one, else the GPU here, else h100.
-        json: file for the list.
+        json: file for the list, - for standard output.
 
     Raises:
         UsageError: an unknown GPU; a file that cannot be written.
@@ -34,7 +34,8 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
         find_gpu(gpu)
 
     def show(line: str) -> None:
-        say(*wrapped(printable(line), terminal_columns(sys.maxsize), 13).split("\n"))
+        if json != "-":
+            say(*wrapped(printable(line), terminal_columns(sys.maxsize), 13).split("\n"))
 
     results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), show)
     show(summary(results))
