@@ -83,6 +83,8 @@ def _in_one_line(show: Callable[..., None]) -> Callable[..., None]:
 
     def shown(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **options: Any) -> None:
         if issubclass(category, OneLineWarning):
+            if sys.stderr.isatty():
+                sys.stderr.write("\r\x1b[2K")  # over the progress line, which is drawn again
             say(*f"warning: {message}".split("\n"), file=sys.stderr)
         else:
             show(message, category, filename, lineno, *rest, **options)

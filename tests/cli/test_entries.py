@@ -124,6 +124,10 @@ def test_our_warnings_are_lines_without_a_path_and_others_keep_theirs(capsys, mo
     rank_zero_warn("as Python shows it")
     assert capsys.readouterr().err == "warning: a shard is missing\nand \\x1b[31manother\n"
     assert [str(message) for message, *_ in others] == ["of another library", "as Python shows it"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with one_line_and_exit():
+        rank_zero_warn("over the progress line")
+    assert capsys.readouterr().err == "\r\x1b[2Kwarning: over the progress line\n"
 
 
 @pytest.mark.long
