@@ -82,12 +82,13 @@ def _in_one_line(show: Callable[..., None]) -> Callable[..., None]:
     """Shows the collection's warnings as lines, and others as they were shown before."""
 
     def shown(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **options: Any) -> None:
-        if issubclass(category, OneLineWarning):
+        if sys.stderr is None or not issubclass(category, OneLineWarning):
+            show(message, category, filename, lineno, *rest, **options)
+            return
+        with suppress(OSError):  # as Python does: a warning that cannot be written ends no run
             if sys.stderr.isatty():
                 sys.stderr.write("\r\x1b[2K")  # over the progress line, which is drawn again
             say(*f"warning: {message}".split("\n"), file=sys.stderr)
-        else:
-            show(message, category, filename, lineno, *rest, **options)
 
     return shown
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.preloaded import python
@@ -128,6 +129,18 @@ def test_our_warnings_are_lines_without_a_path_and_others_keep_theirs(capsys, mo
     with one_line_and_exit():
         rank_zero_warn("over the progress line")
     assert capsys.readouterr().err == "\r\x1b[2Kwarning: over the progress line\n"
+
+
+def full(text):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stderr", [None, SimpleNamespace(isatty=lambda: False, write=full, flush=lambda: None)])
+def test_a_warning_that_cannot_be_written_ends_no_run(monkeypatch, stderr):
+    monkeypatch.setattr(warnings, "showwarning", lambda *_: None)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with one_line_and_exit():
+        rank_zero_warn("unheard")
 
 
 @pytest.mark.long
