@@ -8,31 +8,32 @@ if __name__ == "__main__":  # `python -m` has put the current folder first: from
     leave_current_folder()
 
 import os
-import textwrap
 
 import lightning_tricks
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks._host.process import check_launcher_variables
 from lightning_tricks.commands import COMMANDS, find
 
 _HELP = """\
-usage: python -m lightning_tricks COMMAND --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]
+usage: python -m lightning_tricks COMMAND --config RECIPE.yaml
+           [--config MORE.yaml] [--key.subkey VALUE ...]
 
 Train and evaluate language models from YAML recipes, with PyTorch Lightning.
 
 {commands}
 
-  COMMAND --help prints all that a command takes; --help and --version work alone.
+  COMMAND --help prints all that a command takes.
 
-first run: python -m lightning_tricks cp tiny . && python -m lightning_tricks fit --config tiny.yaml
+first run: python -m lightning_tricks cp tiny .
+           python -m lightning_tricks fit --config tiny.yaml
 """
 
 
 def help_text() -> str:
     """All commands, each with its help."""
-    width = max(map(len, COMMANDS)) + 4
-    wrap = textwrap.TextWrapper(120, subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False)
-    lines = [wrap.fill(f"  {command.name}".ljust(width) + command.help) for command in COMMANDS.values()]
+    width, columns = max(map(len, COMMANDS)) + 4, terminal_columns(120)
+    lines = [wrapped(f"  {each.name}".ljust(width) + each.help, columns, width) for each in COMMANDS.values()]
     return _HELP.format(commands="\n".join(lines))
 
 

@@ -12,7 +12,7 @@ from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtur
 
 import lightning_tricks
 from lightning_tricks.cli import load_recipe
-from lightning_tricks.commands import recipes_folder
+from lightning_tricks.commands import COMMANDS, recipes_folder
 
 pytestmark = pytest.mark.pages
 
@@ -25,7 +25,8 @@ GUIDES = {
 }  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", INDEX, *DOCS]
+AGENTS = ROOT / "AGENTS.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", AGENTS, ROOT / "benchmarks/README.md", INDEX, *DOCS]
 
 CARD = (  # the headings of a card in their order, and whether it needs them
     ("Use", True),
@@ -151,6 +152,18 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose(page))
     local = [link for link in ("".join(pair) for pair in links) if "://" not in link]
     assert [link for link in local if broken(page, link)] == []
+
+
+def test_the_page_for_agents_is_short_and_names_files_and_commands_that_exist():
+    text = AGENTS.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    paths = re.findall(r"`((?:lightning_tricks|docs|benchmarks|tests|recipes)/[\w/.]*|pyproject\.toml)`", text)
+    paths += re.findall(r" ((?:recipes|tests)/[\w/.]+)", "".join(blocks(AGENTS, "bash")))
+    assert len(paths) >= 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    commands = re.findall(r"-m lightning_tricks ([a-z][\w-]*)", text)
+    assert commands
+    assert set(commands) <= COMMANDS.keys()
 
 
 def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exists():

@@ -4,11 +4,13 @@ import errno
 import os
 import select
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, get_args
 
 from lightning_tricks._core.quote import error_line, say
+from lightning_tricks._core.replaced import replaced
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13
@@ -19,6 +21,10 @@ class UsageError(ValueError):
 
     The command line prints the message and exits with code 2; from Python it is an ordinary `ValueError`.
     """
+
+
+class OneLineWarning(UserWarning):
+    """A warning of the collection, which the command line prints as `warning: ...`, without a source path."""
 
 
 def check_choice(option: str, value: Any, choices: Any, more: str = "") -> None:
@@ -44,11 +50,13 @@ def check_count(option: str, value: Any, more: str = "") -> None:
 def one_line_and_exit() -> Iterator[None]:
     """End the process on a user's mistake or a full disk with a line and exit code 2, on Ctrl-C with 130.
 
-    Where nobody reads its output any more, as behind `| head`, it ends with 141 and without a line.
+    Where nobody reads its output any more, as behind `| head`, it ends with 141 and without a line. Until then, the
+    collection's warnings are lines too.
     """
     try:
         try:
-            yield
+            with replaced(warnings, "showwarning", _in_one_line(warnings.showwarning)):
+                yield
         except SystemExit:
             _flush()
             raise
@@ -68,6 +76,21 @@ def one_line_and_exit() -> Iterator[None]:
             raise
         say(error_line(f"error: {line}"), file=sys.stderr)
         sys.exit(2)
+
+
+def _in_one_line(show: Callable[..., None]) -> Callable[..., None]:
+    """Shows the collection's warnings as lines, and others as they were shown before."""
+
+    def shown(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **options: Any) -> None:
+        if sys.stderr is None or not issubclass(category, OneLineWarning):
+            show(message, category, filename, lineno, *rest, **options)
+            return
+        with suppress(OSError):  # as Python does: a warning that cannot be written ends no run
+            if sys.stderr.isatty():
+                sys.stderr.write("\r\x1b[2K")  # over the progress line, which is drawn again
+            say(*f"warning: {message}".split("\n"), file=sys.stderr)
+
+    return shown
 
 
 def disk_full_line(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import OneLineWarning, UsageError
 from lightning_tricks._core.quote import printable
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -49,8 +49,8 @@ def rank_zero_info(*lines: str) -> None:
 
 
 def rank_zero_warn(*lines: str) -> None:
-    """Lightning's, as above."""
-    pl.utilities.rank_zero_warn("\n".join(map(printable, lines)), stacklevel=5)
+    """Lightning's, as above; our command line prints it without a source path."""
+    pl.utilities.rank_zero_warn("\n".join(map(printable, lines)), stacklevel=5, category=OneLineWarning)
 
 
 @contextmanager

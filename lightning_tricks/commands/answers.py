@@ -60,13 +60,15 @@ def json_text(value: Any) -> str:
 
 def check_json(command: str, file: str | None) -> None:
     """Refuse the file of an option `json` that cannot be written, before the command has worked for it."""
-    if file is not None:
+    if file not in (None, "-"):
         check_file(f"{command}: json", file)
 
 
 def write_json(file: str | None, value: Any) -> None:
-    """Write JSON to the file of an option `json`, if it names one."""
-    if file is not None:
+    """Write JSON to the file of an option `json`, if it names one; `-` is standard output, which has nothing else."""
+    if file == "-":
+        sys.stdout.write(json_text(value))
+    elif file is not None:
         Path(file).write_text(json_text(value), encoding="utf-8")
 
 

@@ -348,7 +348,7 @@ def run(
         step: the optimizer step, as the logs and StepGuard count: the first is step 0.
         ckpt_path: the weights to use, a checkpoint or last; the step began with those of a checkpoint of this step.
         top: documents to print.
-        json: file for all documents.
+        json: file for all documents, - for standard output.
         weights_only: as in torch.load.
     """
     if ckpt_path is None:
@@ -365,5 +365,6 @@ def run(
         max_steps=trainer.max_steps,
         weights_only=weights_only,
     )
-    say(*report.table(top).split("\n"))
+    if json != "-":
+        say(*report.table(top).split("\n"))
     write_json(json, report.to_json())

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs.finding import MIN_POINTS, Finding
@@ -104,12 +105,12 @@ class Report:
     def _title(finding: Finding) -> str:
         return f"{finding.severity}: {finding.symptom.replace('_', ' ')}"
 
-    def text(self) -> str:
-        """The report for a terminal."""
+    def text(self, columns: int = sys.maxsize) -> str:
+        """The report for a terminal of so many columns."""
         lines = [*self._head()]
         for number, finding in enumerate(self.found, 1):
             lines += [f"{number}. {self._title(finding)}", *(f"   {name}: {t}" for name, t in self._rows(finding))]
-        return "\n".join(map(printable, [*lines, *self._end()]))
+        return wrapped("\n".join(map(printable, [*lines, *self._end()])), columns, 5)
 
     def record(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -188,6 +189,7 @@ def run(args: list[str]) -> None:
         log, unread = RunLog(), [str(error)]  # it has ended before its first log step
     log.printed = lines
     report = Report(str(folder), log, findings(log), unread)
-    write_answers(options, report.text, html=report.html, json=lambda: json_text(report.record()))
+    forms = {"html": report.html, "json": lambda: json_text(report.record())}
+    write_answers(options, lambda: report.text(terminal_columns(sys.maxsize)), **forms)
     if report.is_sick:
         sys.exit(1)

@@ -1,13 +1,25 @@
 """`ls`: list the recipes that come with the collection. Imports no torch."""
 
+import sys
+
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser, recipes_folder
+from lightning_tricks.commands.answers import check_files, json_text, write_answers
 
 
 def run(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""
-    CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.").parse_args(args)
-    recipes = sorted(recipes_folder().glob("*.yaml"))
-    width = max(len(recipe.stem) for recipe in recipes)
-    for recipe in recipes:
+    parser = CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.")
+    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
+    options = parser.parse_args(args)
+    check_files("ls", options)
+    titles = {}
+    for recipe in sorted(recipes_folder().glob("*.yaml")):
         with recipe.open(encoding="utf-8") as file:
-            print(f"{recipe.stem:{width}s}  {file.readline().lstrip('#').strip()}")
+            titles[recipe.stem] = file.readline().lstrip("#").strip()
+    width = max(map(len, titles)) + 2
+    lines = "\n".join(f"{name:{width}s}{title}" for name, title in titles.items())
+    records = [{"name": name, "title": title} for name, title in titles.items()]
+    write_answers(
+        options, lambda: wrapped(lines, terminal_columns(sys.maxsize), width), json=lambda: json_text(records)
+    )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.quote import say
+from lightning_tricks._core.quote import printable, say
 from lightning_tricks._core.suggest import did_you_mean
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
 from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
@@ -17,10 +18,10 @@ from lightning_tricks.logs.table import lines_of, setting_text, shortened
 
 _LONGEST = 24  # characters of a setting in the printed table
 _HEADS = {  # in the printed table; JSON has the columns' own names
-    "best_val_loss": "best",
+    "best_val_loss": "best loss",
     "best_step": "at step",
     "bits_per_byte": "bits/byte",
-    "best_bits_per_byte": "best",
+    "best_bits_per_byte": "best bits",
 }
 
 
@@ -30,6 +31,7 @@ class Table:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = sorted(runs, key=lambda run: _natural(run.name))
         self.settings = differing(self.runs)
+        self._sort = "best_val_loss"
 
     def sorted_by(self, column: str, descending: bool = False) -> "Table":
         """The same with the rows sorted by a column; rows without a value come last, equal ones by name.
@@ -40,6 +42,7 @@ class Table:
         if column not in (names := [*COLUMNS, *self.settings]):
             columns = ", ".join(names)
             raise UsageError(f"runs: sort={column}{did_you_mean(column, names)}: give one of {columns}")
+        self._sort = column
         known = [run for run in self.runs if _is_known(self._value(run, column))]
         rest = [run for run in self.runs if not _is_known(self._value(run, column))]
         known.sort(key=lambda run: _order(self._value(run, column)), reverse=descending)
@@ -59,11 +62,31 @@ class Table:
             for run in self.runs
         ]
 
-    def text(self) -> str:
-        """The table to print; columns in which no run has a value are left out."""
-        names = [name for name in [*COLUMNS, *self.settings] if any(self._shown(run, name) for run in self.runs)]
-        heads = [_HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name) for name in names]
-        return "\n".join(lines_of([heads, *([self._shown(run, name) for name in names] for run in self.runs)], {0, 1}))
+    def text(self, columns: int = sys.maxsize) -> str:
+        """The table to print, in so many columns of characters; what does not fit is named below it.
+
+        Columns in which no run has a value are left out.
+        """
+        cells: dict[str, list[str]] = {}
+        for name in dict.fromkeys(["name", *self.settings, "best_val_loss", "best_step", *COLUMNS]):
+            column = [printable(self._shown(run, name)) for run in self.runs]
+            if name == "name":  # two runs differ in its end
+                column = [text if len(text) <= columns // 2 else f"...{text[3 - columns // 2 :]}" for text in column]
+            if any(column):
+                head = _HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name)
+                cells[name] = [printable(head), *column]
+        room, kept = columns + 2, set()
+        for name in dict.fromkeys(["name", self._sort, "state", *cells]):
+            width = max(map(len, cells.get(name, ()))) + 2 if name in cells else room + 1
+            if width <= room:
+                kept.add(name)
+                room -= width
+        table = zip(*(cells[name] for name in cells if name in kept), strict=True)
+        left = [at for at, name in enumerate(name for name in cells if name in kept) if name in ("name", "state")]
+        lines = lines_of([*table], left)
+        if dropped := [cells[name][0] for name in cells if name not in kept]:
+            lines += ["", wrapped(f"no room for: {', '.join(dropped)} (--json has all)", columns, 2)]
+        return "\n".join(lines)
 
     def _shown(self, run: Run, name: str) -> str:
         value = self._value(run, name)
@@ -118,7 +141,7 @@ def run(args: list[str]) -> None:
     options = parser.parse_args(args)
     check_files("runs", options)
     table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
-    write_answers(options, table.text, json=lambda: json_text(table.records()))
+    write_answers(options, lambda: table.text(terminal_columns(sys.maxsize)), json=lambda: json_text(table.records()))
     for one in table.runs:
         for line in one.unread:
             say(f"not read: {one.name}: {line}", file=sys.stderr)

@@ -8,7 +8,6 @@ A checkpoint holds the samples of each step of the run, over resumes that change
 samples, as spans: steps in a row that took equally many samples. A run that never changed has one.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from lightning_tricks._core.accumulation import accumulation, micro_batches_in_step
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.loop import batch_progress, is_restarting, steps_in_epoch
 from lightning_tricks._trainer.objects import is_a
 from lightning_tricks._trainer.run_facts import data_rank
@@ -310,10 +309,9 @@ class DataCursor:
                 f"From step {self._steps} on, a step has {now} rows; in the checkpoint's run it had {before}"
             )
         if changed:
-            warnings.warn(
+            rank_zero_warn(
                 f"The checkpoint's batches came from other data settings ({', '.join(changed)}); the recipe's are "
-                "used, so rows may repeat or be left out in this pass.",
-                stacklevel=2,
+                "used, so rows may repeat or be left out in this pass."
             )
 
     def _changed(self, state: dict[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from lightning_tricks.metrics.step_loss import Part
 
 _GO_ON = "go on from them or from a checkpoint with a lower lr, with data.skip_samples, or with a higher limit"
 _MANY = 256  # steps that a run without logging keeps before it counts them
-_LINES = 5  # an interval, so that a run in trouble does not fill the terminal
 
 
 class Judgement:
@@ -177,35 +176,38 @@ class SkippedSteps:
         self._too_many.clear()
 
     def report(self, rows: list[Row]) -> dict[str, float]:
-        """Say a line for each skipped step among `rows`; returns `guard/skipped_steps`."""
-        lines, any_judged = [], False
+        """Say which step among `rows` was skipped first, and how many after it; returns `guard/skipped_steps`."""
+        skips, any_judged = [], False
         for row in rows:
             for pending in self._unheard.pop(row.step, ()):
                 if (skipped := row.values.get(pending.keys.skipped)) is not None:
                     any_judged = True
-                    lines += self._lines_of(row, pending, bool(skipped))
-        for line in lines[:_LINES]:
-            rank_zero_warn(line)
-        if lines[_LINES:]:
-            rank_zero_warn(f"StepGuard: {len(lines) - _LINES} more steps were out of bounds up to step {rows[-1].step}")
+                    if line := self._line_of(row, pending, bool(skipped)):
+                        skips.append((line, pending.batch))
+        if skips:
+            rank_zero_warn(skips[0][0])
+        if more := [batch for _, batch in skips[1:]]:
+            steps = "1 more step" if len(more) == 1 else f"{len(more)} more steps"
+            where = f"; {_joined(more)}" if more[0].samples else ""
+            rank_zero_warn(f"StepGuard: {steps} skipped up to step {rows[-1].step}{where}")
         return {"guard/skipped_steps": float(sum(self._totals))} if any_judged else {}
 
-    def _lines_of(self, row: Row, pending: PendingStep, skipped: bool) -> list[str]:
-        """The line of one step if it was out of bounds, else none; sets `reason_to_stop` after too many in a row."""
+    def _line_of(self, row: Row, pending: PendingStep, skipped: bool) -> str:
+        """The line of one step if it was out of bounds, else ""; sets `reason_to_stop` after too many in a row."""
         index, step = pending.optimizer_index, row.step
         if not skipped:
             self._in_a_row[index] = 0
             self._streaks[index].clear()
             if too_many := self._too_many.pop(index, ""):
                 self.reason_to_stop = f"{too_many}. Later steps were accepted, so the weights are newer: {_GO_ON}"
-            return []
+            return ""
         self._totals[index] += 1
         self._in_a_row[index] += 1
         self._streaks[index].append((step, pending.batch))
         reason = _reason(row, pending)
         if self._in_a_row[index] >= self.max_in_a_row:
             self._stop(index, step, reason)
-        return [f"StepGuard: step {step} is skipped: {reason}; {pending.batch}"]
+        return f"StepGuard: step {step} is skipped: {reason}; {pending.batch}"
 
     def _stop(self, index: int, step: int, reason: str) -> None:
         streak = self._streaks[index]

@@ -26,8 +26,9 @@ def hours_minutes_seconds(seconds: float) -> str:
 
 
 def decimals(value: float, digits: int) -> str:
-    """Fixed decimals, or an exponent where fewer than two significant digits would be left: 0.0001 -> '1.00e-04'."""
-    return f"{value:.2e}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
+    """Fixed decimals, or an exponent from 100,000 on and where fewer than two significant digits would be left."""
+    fixed = value == 0 or 10 ** (1 - digits) <= abs(value) < 1e5
+    return f"{value:.{digits}f}" if fixed else f"{value:.2e}"
 
 
 def _loss(value: float) -> str:
@@ -52,6 +53,16 @@ VALIDATION: Parts = (
     {"val/bits_per_byte": lambda value: f"bits/byte {value:.4f}"},
     dict.fromkeys(("val/accuracy", "val_accuracy", "val/acc", "val_acc"), lambda value: f"accuracy {value:.4f}"),
 )
+_LEAST_FIRST = (" GiB", "MFU ", "lr ", "norm ", "/s", "ETA ")  # what a narrow terminal goes without
+
+
+def fitted(parts: list[str], columns: int) -> str:
+    """The line of so many parts as a terminal holds, with what matters most."""
+    for word in _LEAST_FIRST:
+        if len("  ".join(parts)) < columns:
+            break
+        parts = [part for part in parts if word not in part]
+    return "  ".join(parts)[: columns - 1]  # what wraps cannot be redrawn
 
 
 def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
@@ -65,9 +76,9 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
 
     Shows the loss of the step over all its micro-batches and ranks, see `StepLoss`, and what the monitors logged by
     then: gradient norm, lr, tokens/s (or samples/s), MFU and memory, each where it has a value. Then the time left: the
-    steps until `max_steps` or `max_epochs` at the pace since the line before, without validation. A redrawn line ends
-    at the terminal's edge. The device is read for these lines only, and only for values that the module logged with
-    `self.log`: the others are on the host by then.
+    steps until `max_steps` or `max_epochs` at the pace since the line before, without validation. A line that a
+    terminal cannot hold goes without memory, then MFU, lr, norm and speed. The device is read for these lines only, and
+    only for values that the module logged with `self.log`: the others are on the host by then.
     With `log_every_n_steps=0` there is only the line of each validation.
     """
 
@@ -169,11 +180,9 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         step, total = trainer.global_step, self._total or 0
         position = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
         metrics = {**trainer.callback_metrics, LOGGED: self._loss.latest}
-        line = "  ".join([position, *shown(metrics, TRAIN), *self._time_left(step, total)])
-        last = step == total
-        if self._redraw and not last:
-            line = line[: shutil.get_terminal_size().columns - 1]  # what wraps cannot be redrawn
-        self._write(line, "" if self._redraw and not last else "\n")
+        parts = [position, *shown(metrics, TRAIN), *self._time_left(step, total)]
+        line = fitted(parts, shutil.get_terminal_size().columns) if self._redraw else "  ".join(parts)
+        self._write(line, "" if self._redraw and step != total else "\n")
 
     def _time_left(self, step: int, total: int) -> list[str]:
         """The time for the steps that are left, at the pace since the line before; restarts the clock."""

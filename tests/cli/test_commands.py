@@ -1,5 +1,6 @@
 """The table of commands: each row leads to a module that runs."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def test_each_command_can_be_run_and_is_in_help_and_completion(capsys):
     on_recipes = {name for name, command in COMMANDS.items() if command.needs in ("a recipe", "a Trainer")}
     assert RecipeCLI.subcommands().keys() == on_recipes
     assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_recipes_are_lines_or_json(capsys):
+    door.run(["ls"])
+    lines = capsys.readouterr().out.splitlines()
+    door.run(["ls", "--json", "-"])
+    recipes = json.loads(capsys.readouterr().out)
+    assert [line.split(maxsplit=1) for line in lines] == [[each["name"], each["title"]] for each in recipes]
+    assert "tiny" in [each["name"] for each in recipes]
 
 
 def test_every_module_that_runs_is_in_the_table():

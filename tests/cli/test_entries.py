@@ -5,7 +5,9 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.preloaded import python
@@ -13,6 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
+from lightning_tricks._trainer.lightning import rank_zero_warn
 
 MODEL = """
 import torch
@@ -111,6 +114,33 @@ def test_ctrl_c_ends_the_program_as_it_ends_one_of_a_shell():
     with pytest.raises(SystemExit) as stop, one_line_and_exit():
         raise KeyboardInterrupt
     assert stop.value.code == 130
+
+
+def test_our_warnings_are_lines_without_a_path_and_others_keep_theirs(capsys, monkeypatch):
+    others = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *all_of_it: others.append(all_of_it))
+    with one_line_and_exit():
+        rank_zero_warn("a shard is missing", "and \x1b[31manother")
+        warnings.warn("of another library", stacklevel=1)
+    rank_zero_warn("as Python shows it")
+    assert capsys.readouterr().err == "warning: a shard is missing\nand \\x1b[31manother\n"
+    assert [str(message) for message, *_ in others] == ["of another library", "as Python shows it"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with one_line_and_exit():
+        rank_zero_warn("over the progress line")
+    assert capsys.readouterr().err == "\r\x1b[2Kwarning: over the progress line\n"
+
+
+def full(text):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stderr", [None, SimpleNamespace(isatty=lambda: False, write=full, flush=lambda: None)])
+def test_a_warning_that_cannot_be_written_ends_no_run(monkeypatch, stderr):
+    monkeypatch.setattr(warnings, "showwarning", lambda *_: None)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with one_line_and_exit():
+        rank_zero_warn("unheard")
 
 
 @pytest.mark.long

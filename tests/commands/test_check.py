@@ -99,6 +99,13 @@ def test_faults_are_one_line_each_the_other_checks_go_on_and_the_exit_code_is_1(
     assert "train='no/such*.bin': matches no file; check the path" in lines[NAMES.index("data")]
 
 
+def test_json_on_standard_output_stands_alone(monkeypatch, capsys):
+    monkeypatch.setattr(listed, "CHECKS", [lambda checked: "well"])
+    with pytest.raises(SystemExit):
+        run(None, None, {}, json="-")
+    assert json.loads(capsys.readouterr().out)["checks"][0]["line"] == "well"
+
+
 def test_a_mistake_that_several_checks_meet_is_told_once_with_marks_that_standard_output_has(monkeypatch):
     def first(checked):
         raise UsageError("mesh=3: no")

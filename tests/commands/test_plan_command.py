@@ -508,6 +508,9 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
     assert re.search(r"^  shard +16 ranks, between hosts, 400 GB/s", out, re.M)
     assert json.loads(file.read_text())["mesh"] == "shard 16"
     assert (module.decoder, module.config, settings["strategy"].mesh) == (None, TINY, None)  # nothing is changed
+    with pytest.raises(SystemExit):
+        run(module, data(), settings, **options, json="-")
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
     monkeypatch.setattr("lightning_tricks.commands.plan.plan.changes_that_fit", None)  # no change makes the room
     with pytest.raises(SystemExit) as end:
         run(LanguageModel(TINY), data(), settings, gpu="mine", gpu_memory_gb=1.0, peak_tflops=1.0, link_gb=1.0)

@@ -1,5 +1,6 @@
 """The plan of a run before it starts is what the run does: step by step, for each group; and its pictures."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -289,4 +290,12 @@ def test_the_command_draws_a_recipe_in_tokens_against_another_one(tmp_path, caps
     assert "two: 10 steps, 160 tokens, peak lr 0.0003" in said
     door.run(["schedule", "--config", "one.yaml", "--total_tokens", "640"])
     assert "40 steps, 640 tokens" in capsys.readouterr().out
-    assert planned(*load_recipe("--config", "one.yaml")).total_steps == 20
+    plan = planned(*load_recipe("--config", "one.yaml"))
+    assert plan.total_steps == 20
+    door.run(["schedule", "--config", "one.yaml", "--against", "two.yaml", "--json", "-"])
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["name"], one["total_steps"], two["name"], two["total_steps"]) == ("small", 20, "two", 10)
+    assert one["groups"][0]["lr"] == list(plan.groups[0].lr)
+    assert one["phases"][-1]["name"] == "end"
+    with pytest.raises(UsageError, match=r"^schedule: json=no/plan.json: there"):
+        door.run(["schedule", "--config", "one.yaml", "--json", "no/plan.json"])

@@ -180,7 +180,16 @@ def test_it_does_not_call_the_weights_those_of_a_step_after_which_others_were_ac
 
 def test_two_skipped_steps_that_are_not_in_a_row_do_not_stop_it():
     _, lines = guarded(nan_at(5, 6, 8, 9), max_skipped_steps=3)
-    assert [int(line.split()[2]) for line in lines] == [5, 6, 8, 9]
+    assert [line.partition(" is")[0] for line in lines] == [
+        "StepGuard: step 5", "StepGuard: step 6", "StepGuard: step 8", "StepGuard: 1 more step skipped up to step 9"
+    ]  # fmt: skip
+
+
+def test_steps_after_the_first_one_of_an_interval_are_counted_in_one_line():
+    _, lines = guarded(nan_at(*range(2, 9)), log_every_n_steps=10)
+    assert [line.partition(" is")[0] for line in lines] == [
+        "StepGuard: step 2", "StepGuard: 6 more steps skipped up to step 9"
+    ]  # fmt: skip
 
 
 def test_after_a_rollback_it_counts_and_names_only_later_steps():

@@ -221,18 +221,32 @@ def test_the_runs_of_a_folder_are_sorted_and_show_the_settings_that_differ(three
     door.run(["runs", str(three)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
-        "name", "state", "steps", "val", "loss", "best", "at", "step", "bits/byte", "best", "tokens", "hours",
-        "goodput", "mfu", "lr",
+        "name", "lr", "best", "loss", "at", "step", "state", "steps", "val", "loss", "bits/byte", "best", "bits",
+        "tokens", "hours", "goodput", "mfu",
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[1:]] == ["a/version_10", "a/version_2", "b/version_0"]
     assert lines[1].split()[1:] == [
-        "finished", "30", "3.7500", "3.2500", "20", "2.2500", "2.0000", "28,800", "3.00", "70.0%", "36.0%", "0.003",
+        "0.003", "3.2500", "20", "finished", "30", "3.7500", "2.2500", "2.0000", "28,800", "3.00", "70.0%", "36.0%",
     ]  # fmt: skip
     assert lines[3].split() == ["b/version_0", "empty"]
     door.run(["runs", str(three), "--sort", "name"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]][:2] == ["a/version_2", "a/version_10"]
     door.run(["runs", str(three), "--sort=lr", "--descending"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]][:2] == ["a/version_10", "a/version_2"]
+
+
+def test_a_narrow_table_goes_without_the_columns_that_matter_least_and_names_them(three, capsys, monkeypatch):
+    long = written(three / "-".join(["a_name_longer_than_the_terminal"] * 3) / "version_7", lr=1e-2)
+    monkeypatch.setenv("COLUMNS", "60")
+    door.run(["runs", str(three)])
+    heads, *_, blank, left_out, more = lines = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["name", "lr", "best", "loss", "state"]
+    assert f"...{str(long.relative_to(three))[-27:]}" in [line.split()[0] for line in lines if line]
+    assert (blank, left_out[:20]) == ("", "no room for: at step")
+    assert more.endswith("mfu (--json has all)")
+    assert all(len(line) <= 60 for line in lines)
+    door.run(["runs", str(three), "--sort", "goodput"])
+    assert capsys.readouterr().out.splitlines()[0].split() == ["name", "lr", "state", "goodput"]
 
 
 def test_a_mixture_has_the_last_validation_of_each_source(tmp_path, capsys):

@@ -16,6 +16,7 @@ from lightning_tricks.monitors.training_progress_bar import (
     TRAIN,
     VALIDATION,
     decimals,
+    fitted,
     hours_minutes_seconds,
     shown,
 )
@@ -292,12 +293,30 @@ def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays(capsys, termin
     )
 
 
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (200, "step {} (50%)  loss {}  norm 106.000  lr 3.0e-04  12.3k tokens/s  MFU 41.2%  61.2 GiB  ETA 1:02:05"),
+        (80, "step {} (50%)  loss {}  norm 106.000  12.3k tokens/s  ETA 1:02:05"),
+        (60, "step {} (50%)  loss {}  ETA 1:02:05"),
+        (40, "step {} (50%)  loss {}"),
+    ],
+)
+@pytest.mark.parametrize("loss", [2.5, 20_792_540.0])
+def test_a_narrow_terminal_goes_without_what_matters_least(columns, line, loss):
+    metrics = {"train/loss": loss, "train/grad_norm": 106.0, "memory/rss_gib": 61.2, **Monitors().values}
+    parts = ["step 600/1200 (50%)", *shown(metrics, TRAIN), "ETA 1:02:05"]
+    text = fitted(parts, columns)
+    assert text == line.format("600/1200", "2.5000" if loss == 2.5 else "2.08e+07")
+    assert len(text) < columns
+
+
 def test_a_line_wider_than_the_terminal_is_cut(capsys, terminal):
-    terminal.setenv("COLUMNS", "30")
+    terminal.setenv("COLUMNS", "22")
     run(TrainingProgressBar(), Monitors(), val_check_interval=20)
-    first, second, last = capsys.readouterr().out.split("\r\x1b[2K")[1:]
-    assert (first, second) == ("step 2/6 (33%)  loss 2.0000  ", "step 4/6 (67%)  loss 4.0000  ")
-    assert last.startswith("step 6/6 (100%)  loss 6.0000  norm 106.000  lr ")  # never redrawn, so it may wrap
+    assert capsys.readouterr().out.split("\r\x1b[2K")[1:] == [
+        f"step {step}/6 ({part}%)  loss 1"[:21] + end for step, part, end in [(2, 33, ""), (4, 67, ""), (6, 100, "\n")]
+    ]
 
 
 def test_the_validation_line_replaces_the_redrawn_one_and_stays(capsys, terminal):
@@ -360,7 +379,8 @@ def test_a_duration_is_in_hours_minutes_and_seconds(seconds, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.0000"), (2.5, "2.5000"), (1e-3, "0.0010"), (9.9e-4, "9.90e-04"), (-2e-5, "-2.00e-05"), (10, "10.0000")],
-)
-def test_small_values_keep_their_digits(value, text):
+    [(0.0, "0.0000"), (2.5, "2.5000"), (1e-3, "0.0010"), (9.9e-4, "9.90e-04"), (-2e-5, "-2.00e-05"), (10, "10.0000"),
+     (99_999.0, "99999.0000"), (20_792_540.0, "2.08e+07"), (-1e5, "-1.00e+05"), (math.nan, "nan"), (math.inf, "inf")],
+)  # fmt: skip
+def test_small_values_keep_their_digits_and_large_ones_are_short(value, text):
     assert decimals(value, 4) == text

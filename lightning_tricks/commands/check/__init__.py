@@ -6,7 +6,8 @@
 import sys
 from typing import Any
 
-from lightning_tricks._core.quote import say
+from lightning_tricks._core.quote import printable, say
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.commands.answers import check_json, write_json
 
 
@@ -20,7 +21,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
         datamodule: of the recipe.
         trainer: of the recipe.
         gpu: such as a100, h100, h200, b200; null: a CPU where the recipe asks for one, else the GPU here, else h100.
-        json: file for the list.
+        json: file for the list, - for standard output.
 
     Raises:
         UsageError: an unknown GPU; a file that cannot be written.
@@ -31,8 +32,13 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
     check_json("check", json)
     if gpu is not None:
         find_gpu(gpu)
-    results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), print)
-    say(*summary(results).split("\n"))
+
+    def show(line: str) -> None:
+        if json != "-":
+            say(*wrapped(printable(line), terminal_columns(sys.maxsize), 13).split("\n"))
+
+    results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), show)
+    show(summary(results))
     failed = any(result.failed for result in results)
     write_json(json, {"passed": not failed, "checks": [result._asdict() for result in results]})
     sys.exit(1 if failed else 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
 from lightning_tricks.commands.answers import check_json, write_json
 
@@ -65,7 +66,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, json: str | None = None, *
         model: of the recipe.
         datamodule: of the recipe.
         trainer: of the recipe.
-        json: file for all figures.
+        json: file for all figures, - for standard output.
         **options: see `PlanOptions`.
 
     Raises:
@@ -78,6 +79,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, json: str | None = None, *
     from lightning_tricks.commands.plan.report import report
 
     plan = plan_recipe(model, datamodule, trainer, chosen)
-    say(*report(plan).split("\n"))
+    if json != "-":
+        say(*wrapped(report(plan), terminal_columns(sys.maxsize), 22).split("\n"))
     write_json(json, plan.as_dict())
     sys.exit(1 if plan.fits is False else 0)

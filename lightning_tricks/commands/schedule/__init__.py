@@ -4,12 +4,14 @@
 """
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import listed
 from lightning_tricks.commands import Recipe
+from lightning_tricks.commands.answers import check_json, write_json
 
 
 def run(
@@ -20,6 +22,7 @@ def run(
     against: str | None = None,
     x: Literal["steps", "tokens"] = "steps",
     pipeline: bool = False,
+    json: str | None = None,
 ) -> None:
     """Draw the learning rate of a recipe over its run, and a table of the run's phases.
 
@@ -30,11 +33,15 @@ def run(
         against: the file of a second recipe, whose curve is laid over the first.
         x: the axis, steps or tokens.
         pipeline: draw what each pipeline rank does in a micro-batch of the recipe, in place of the learning rate.
+        json: file for the plan of each recipe, - for standard output.
 
     Raises:
         UsageError: the length of the run is not in the recipe; a package is missing; `pipeline` without such ranks.
     """
+    check_json("schedule", json)
     if pipeline:
+        if json is not None:
+            raise UsageError(f"json={json}: not with pipeline, which is a picture: leave out one of the two")
         print(_of_pipeline(model, datamodule, trainer, shutil.get_terminal_size((80, 24)).columns))
         return
     from lightning_tricks.commands.schedule.plan import planned
@@ -48,6 +55,9 @@ def run(
             plans.append(NamedPlan(Path(other.file).stem, planned(other.model, other.datamodule, other.trainer)))
         except UsageError as error:
             raise UsageError(f"against={other.file}: {error}") from error
+    write_json(json, [{"name": each.name, **asdict(each.plan)} for each in plans])
+    if json == "-":
+        return
     columns, lines = shutil.get_terminal_size((80, 24))
     shows = {"unicode": shows_unicode(), "color": shows_color()}
     print(draw_in_terminal(plans, axis=x, columns=columns, lines=lines, **shows))
