@@ -164,7 +164,7 @@ class Llama(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "rms"
     positions: ClassVar[Literal["rope", "learned"]] = "rope"
 
-    _published: ClassVar = {"vocab_size": 32000, "max_seq_len": 4096}
+    _published: ClassVar[Mapping[str, int]] = {"vocab_size": 32000, "max_seq_len": 4096}
 
     vocab_size: Size = _OF_DATA
     d_model: int = 4096
@@ -274,7 +274,7 @@ class GPT2(DecoderConfig):
     norm: ClassVar[Literal["rms", "layer"]] = "layer"
     positions: ClassVar[Literal["rope", "learned"]] = "learned"
 
-    _published: ClassVar = {"vocab_size": 50257, "max_seq_len": 1024}
+    _published: ClassVar[Mapping[str, int]] = {"vocab_size": 50257, "max_seq_len": 1024}
 
     vocab_size: Size = _OF_DATA
     d_model: int = 768
