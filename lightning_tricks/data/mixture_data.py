@@ -132,8 +132,8 @@ class MixtureData(TokenDataModule):
         self._parts: dict[str, TextData | TokenData] = {
             name: self._module_of(source) for name, source in zip(_names(given), given, strict=True)
         }
-        self._rows_left = {name: source.max_epochs for name, source in zip(self._parts, given, strict=True)}
-        for name, epochs in self._rows_left.items():
+        self._max_epochs = {name: source.max_epochs for name, source in zip(self._parts, given, strict=True)}
+        for name, epochs in self._max_epochs.items():
             if epochs is not None and epochs < 1:
                 raise UsageError(f"sources: max_epochs={epochs} of {name}: it must be at least 1, or left out")
         self._weights, self.temperature = self._checked_weights(given, temperature), temperature
@@ -157,7 +157,8 @@ class MixtureData(TokenDataModule):
         if isinstance(source.data, TokenDataModule) or not isinstance(source.data, str | Path):
             raise UsageError(f"sources: data={type(source.data).__name__}: give TextData, TokenData or a path")
         path = str(source.data)
-        return TokenData(path) if holds_tokens(path) else TextData(path, cache_dir=str(self.cache_dir))
+        make = TokenData if holds_tokens(path) else TextData
+        return make(path, cache_dir=str(self.cache_dir))
 
     def _checked_weights(self, given: Sequence[MixtureSource], temperature: float | None) -> dict[str, float] | None:
         """The first weights by name; None where they follow from the sizes."""
@@ -285,7 +286,7 @@ class MixtureData(TokenDataModule):
     def _limits(self) -> dict[str, int]:
         """Rows after which a source ends, by name."""
         passes = {source.name: self._pass(source).rows for source in self.sources}
-        return {name: epochs * passes[name] for name, epochs in self._rows_left.items() if epochs is not None}
+        return {name: epochs * passes[name] for name, epochs in self._max_epochs.items() if epochs is not None}
 
     def _stages(self, trainer: pl.Trainer | None) -> list[Stage]:
         """The recipe's weights by the position from which they hold; without a run, fractions of it are left out."""
@@ -352,7 +353,7 @@ class MixtureData(TokenDataModule):
             )
         segments = self._mixture.segments()
         for before, after in pairwise(segments):
-            gone = [name for name in before.weights if name not in after.weights and self._rows_left.get(name)]
+            gone = [name for name in before.weights if name not in after.weights and self._max_epochs.get(name)]
             if gone and start <= after.position < (stop or math.inf):
                 then = _percent(after.weights)
                 rank_zero_info(f"{', '.join(gone)} ends at sample {after.position:,}, after max_epochs; then {then}")

@@ -291,8 +291,10 @@ def test_names_and_settings_of_sources_are_refused_where_they_contradict(shards)
 
 
 def test_paths_alone_are_sources_with_shares_by_their_sizes(shards):
-    data = MixtureData([str(shards / name / "train_*.bin") for name in ("web", "code")], seq_len=T)
+    paths = [str(shards / name / "train_*.bin") for name in ("web", "code")]
+    data = MixtureData(paths, seq_len=T, cache_dir=str(shards / "cache"))
     data.setup()
+    assert {part.cache_dir for part in data._parts.values()} == {shards / "cache"}
     assert data.data_summary().startswith("Mixture: web 76.92% (4,000 tokens), code 23.08% (1,200 tokens)")
 
 
