@@ -42,6 +42,7 @@ __all__ = ["LanguageModel"]
 
 Batch = dict[str, Tensor]
 IGNORED = -100
+HOOK = "on_token_losses"  # of callbacks
 # Settings that a resumed run may change: for the first weights only, or for the balance of experts from now on.
 _MAY_CHANGE_ON_RESUME = {"init_std", "zero_init_outputs", "balance_rate", "sequence_balance_weight", "router_z_weight"}
 _MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
@@ -61,6 +62,10 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     Of a mixture of data, it logs `sources/<name>/train_loss` of each step, `/val_loss` and `/bits_per_byte`, and on log
     steps `/tokens` and `/epochs` that the source has served.
+
+    A callback with a method `on_token_losses(trainer, pl_module, losses, batch)` gets the loss of each label of each
+    micro-batch, in training, validation and test: `losses` (B, T) fp32, in nats, 0 where a label does not count,
+    without gradients; `batch` is the batch. Ranks that share rows (tensor, context, pipeline) all get the whole rows.
 
     With experts, it moves the biases of their routers after each optimizer step, by the tokens of all ranks, and logs
     on log steps for each block `experts/<block>/max_load` (tokens of the fullest expert over the mean), `/min_load`,
@@ -86,6 +91,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     compile_blocks: bool | Literal["auto"]
     decoder: Decoder | None
     _metric_buffer: MetricBuffer | None = None  # of the fit
+    _pipeline: Any = None  # of FSDP2Strategy with stages
     token_loss: TokenLoss
     bits_per_byte: BitsPerByte
     _of_sources: dict[str, tuple[TokenLoss, BitsPerByte]]  # of a mixture
@@ -326,36 +332,50 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         assert self.decoder is not None
         labels = batch["labels"]
         starts = batch.get("document_starts")
-        nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels, document_starts=starts)
+        with self._sharing_token_losses(batch):
+            nats = self.decoder(batch["input_ids"], batch.get("document_ids"), labels=labels, document_starts=starts)
         return nats, (self.decoder.own_part(labels) != IGNORED).sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro-batch, scaled so that the step's gradient is that of the mean over all its tokens."""
-        with self._recording_sources(batch):
-            nats, tokens = self.token_sums(batch)
+        nats, tokens = self.token_sums(batch)
         return self.token_mean(nats, tokens, capacity=batch["labels"].numel())
 
     @contextmanager
-    def _recording_sources(self, batch: Batch) -> Iterator[None]:
-        """Record the loss of each source of a mixture, and on log steps the tokens and epochs that it has served."""
-        names, buffer = self._source_names(), self._metric_buffer
-        if buffer is None or "source" not in batch or not names:
+    def _sharing_token_losses(self, batch: Batch) -> Iterator[None]:
+        """Give the loss of each token in a forward pass to callbacks, and to the record of a mixture's sources."""
+        assert self.decoder is not None
+        trainer: Any = trainer_of(self)
+        hooks = [call for callback in getattr(trainer, "callbacks", ()) if (call := getattr(callback, HOOK, None))]
+        names = self._source_names() if self._metric_buffer is not None and self.training and "source" in batch else []
+        head: Any = getattr(self.decoder, "head", None)  # other pipeline stages have none
+        if not hooks and not names:
             yield
             return
-        assert self.decoder is not None
-        head: Any = getattr(self.decoder, "head", None)  # only the last pipeline stage has one
-        of_rows: list[Tensor] = []
+        found: list[Tensor] = []
         try:
             if head is not None:
-                head.nats_of_rows = of_rows
+                head.token_losses = found
             yield
         finally:
             if head is not None:
-                head.nats_of_rows = None
-        source, counted = batch["source"], self.decoder.own_part(batch["labels"]) != IGNORED
+                head.token_losses = None
+        own_labels = self.decoder.own_part(batch["labels"])
+        losses = torch.cat(found) if found else torch.empty(own_labels.shape, device=own_labels.device)
+        if self._pipeline is not None:
+            losses = self._pipeline.take_from_last_stage(losses)
+        if names:
+            self._record_sources(names, losses.sum(1), (own_labels != IGNORED).sum(1), batch["source"])
+        if hooks and self.decoder.context is not None:
+            losses = self.decoder.context.whole(losses)
+        for call in hooks:
+            call(trainer, self, losses, batch)
+
+    def _record_sources(self, names: list[str], nats: Tensor, tokens: Tensor, source: Tensor) -> None:
+        """Record the loss of each source, from sums (B,) of rows, and on log steps what the source has served."""
+        buffer = self._metric_buffer
+        assert buffer is not None
         is_of = source == torch.arange(len(names), device=source.device).unsqueeze(1)
-        nats = torch.cat(of_rows) if of_rows else torch.zeros(len(source), device=source.device)
-        tokens = counted.sum(1) * bool(of_rows)
         totals, counts = (torch.where(is_of, value, 0).sum(1).unbind() for value in (nats, tokens))
         for name, total, count in zip(names, totals, counts, strict=True):
             buffer.record_mean(f"sources/{name}/train_loss", total, count)

@@ -364,3 +364,40 @@ def test_experts_need_a_strategy_that_shows_the_step():
     model = of_experts()
     with pytest.raises(UsageError, match=r"^decoder.n_experts=4: SimpleNamespace does not train experts: take FSDP2"):
         model._check_strategy(SimpleNamespace(weights_layout="engine"))
+
+
+class KeepLosses(pl.Callback):
+    """Keeps the loss of each token that the module hands out, and the stage."""
+
+    def __init__(self):
+        self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def on_token_losses(self, trainer, pl_module, losses, batch):
+        assert not losses.requires_grad
+        assert losses.dtype == torch.float32
+        self.seen.append((str(trainer.state.stage.value), losses.clone(), batch["labels"].clone()))
+
+
+def test_callbacks_get_the_loss_of_each_token_and_change_nothing():
+    whole, callback = ragged(4), KeepLosses()
+    options = {"max_steps": 1, "log_every_n_steps": 1, "accumulate_grad_batches": 2}
+    trainer = runs.fit(model := make(), callback, data=split(whole, 2), **options).trainer
+    fit(without := make(), split(whole, 2), **options)
+    assert same_weights(model, without)
+    assert [stage for stage, *_ in callback.seen] == ["train", "train"]
+    losses, labels = (torch.cat([seen[n] for seen in callback.seen]) for n in (1, 2))
+    assert torch.equal(labels, whole["labels"])
+    logits = built()(whole["input_ids"])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none").view(4, 8)
+    torch.testing.assert_close(losses, expected)
+    assert torch.equal(losses == 0, labels == -100)
+    mean = losses.sum() / (labels != -100).sum()
+    assert trainer.callback_metrics["train/loss"].item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+def test_callbacks_get_the_losses_of_validation_batches():
+    whole, callback = ragged(4), KeepLosses()
+    found = trainer_with(callback, logger=False).validate(make(), split(whole, 2), verbose=False)[0]
+    assert {stage for stage, *_ in callback.seen} == {"validate"}
+    total = sum(losses.sum().item() for _, losses, _ in callback.seen)
+    assert found["val/loss"] == pytest.approx(total / (whole["labels"] != -100).sum().item(), rel=1e-6)

@@ -111,11 +111,12 @@ class Head(nn.Linear):
 
     Attributes:
         compiled: whether the loss is compiled, where that pays; see `linear_cross_entropy`.
-        nats_of_rows: a list to which each call with labels adds the summed loss of each of its rows, (batch,) fp32.
+        token_losses: a list to which each call with labels adds the loss of each label, (batch, length) fp32 nats, 0
+            where it does not count.
     """
 
     compiled = False
-    nats_of_rows: list[Tensor] | None = None
+    token_losses: list[Tensor] | None = None
 
     def __init__(self, d_model: int, vocab_size: int) -> None:
         super().__init__(d_model, vocab_size, bias=False)
@@ -126,13 +127,11 @@ class Head(nn.Linear):
         With labels (batch, length), of which -100 does not count, the full logits never exist.
         """
         if labels is not None:
-            each = None
-            if self.nats_of_rows is not None:
-                each = torch.empty(labels.numel(), device=labels.device)
+            each = None if self.token_losses is None else torch.empty(labels.numel(), device=labels.device)
             x, flat = features.flatten(0, 1), labels.flatten()
             nats = linear_cross_entropy(x, self.weight, flat, compiled=self.compiled, each=each)
-            if each is not None and self.nats_of_rows is not None:
-                self.nats_of_rows.append(each.view(labels.shape).sum(1))
+            if each is not None and self.token_losses is not None:
+                self.token_losses.append(each.view(labels.shape))
             return nats
         weight, group, _ = local_rows(self.weight)
         logits = F.linear(features, weight)

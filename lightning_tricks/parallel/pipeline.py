@@ -400,8 +400,12 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float32, device=self.device)  # whatever the default is on this rank
         if losses:
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
-        dist.broadcast(total, group=self.group, group_src=self._rank_of[self.count - 1])
-        return total
+        return self.take_from_last_stage(total)
+
+    def take_from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor with that of the last stage's rank; every rank must call."""
+        dist.broadcast(tensor, group=self.group, group_src=self._rank_of[self.count - 1])
+        return tensor
 
     def _forward_only(
         self, inputs: Mapping[str, Any], tensors: Mapping[str, Tensor], hidden: tuple[Tensor, ...]

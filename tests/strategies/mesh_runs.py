@@ -28,6 +28,7 @@ from lightning_tricks import (
     GradNormMonitor,
     LanguageModel,
     Llama,
+    MetricBuffer,
     MFUMonitor,
     RunLedger,
     StepGuard,
@@ -256,12 +257,21 @@ def weights_of(module: Any) -> dict[str, Tensor]:
 
 
 class Look(pl.Callback):
-    """Takes the first weights, and the gradients before the first step, whole; and the FLOPs in MFUMonitor's line."""
+    """Takes the first weights and gradients, whole, and the FLOPs in MFUMonitor's line; logs a loss of late tokens."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
         self.flops: list[float] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.buffer = MetricBuffer.of(trainer)
+
+    def on_token_losses(self, trainer: Any, pl_module: Any, losses: Tensor, batch: Any) -> None:
+        if trainer.training:
+            late = slice(LENGTH // 2, None)
+            assert losses.shape == batch["labels"].shape
+            self.buffer.record_mean("late/loss", losses[:, late].sum(), (batch["labels"] != -100)[:, late].sum())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.weights = weights_of(pl_module)

@@ -133,7 +133,7 @@ ANGLES = 2 * 4 * LENGTH
 ATTENTION = 3 * 2 * 2 * (2 * ROWS * LENGTH**2 * 32)
 COUNTED_AGAIN = {"hugging face": ANGLES, "built late": ANGLES, "phi 3": ATTENTION, "olmo 2": ATTENTION}
 FLOPS = ("model_flops_per_second", "flops_per_token")
-SAME = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "tokens_per_second", *FLOPS)
+SAME = ("train/loss", "late/loss", "train/grad_norm", "train/lr", "val/loss", "tokens_per_second", *FLOPS)
 
 
 def differences(here: Found, one: Found, bounds: Bounds, flops: int = 0) -> list[str]:
