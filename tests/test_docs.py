@@ -171,7 +171,7 @@ def test_the_readme_is_short_and_shows_before_it_tells():
 
 
 def test_each_picture_of_the_front_pages_has_a_light_and_a_dark_form():
-    for page in (ROOT / "README.md", INDEX, ROOT / "docs/speed.md"):
+    for page in (ROOT / "README.md", INDEX, ROOT / "docs/quickstart.md", ROOT / "docs/speed.md"):
         text = page.read_text(encoding="utf-8")
         pictures = re.findall(r'<source media="[^"]*dark\)" srcset="([^"]+)">\s*<img[^>]* src="([^"]+)"', text)
         assert len(pictures) == len(re.findall(r"<img |!\[[^]]*\]\((?!http)", text)) > 0

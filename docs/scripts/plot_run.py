@@ -52,7 +52,9 @@ def draw(scalars: Scalars, zlib: float, file: Path) -> None:
         axes[0, 1].text(0, zlib, "zlib -9", color=theme.ink, fontsize=11, verticalalignment="bottom")
         axes[0, 1].margins(y=0.2)
         axes[1, 0].set_yscale("log")
+        limits = axes[1, 0].get_ylim()
         axes[1, 0].set_yticks([0.5, 1, 2, 5], labels=["0.5", "1", "2", "5"])
+        axes[1, 0].set_ylim(limits)  # which a tick outside would move
         axes[1, 0].minorticks_off()
         for axis in axes[1]:
             axis.set_xlabel("step")
