@@ -55,7 +55,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">'
     r'\s*<img alt="([^"]*)" src="([^"]+)"(?: width="\d+")?>\s*</picture>'
 )
-BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host, in whose place its text stands
+BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host; its text takes its place
 BY_THEME = r"![\2](\3#only-light)![\2](\1#only-dark)"  # how the theme wants a picture with two forms
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
@@ -81,8 +81,9 @@ def stage(out: Path) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
     listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
+    others = [f"repository/{path}" for path in PROJECT if path != "README.md"]
     section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
-    section(settings["nav"], "Reference").append({"Project": [f"repository/{path}" for path in PROJECT]})
+    section(settings["nav"], "Reference").append({"Project": [{"README": "repository/README.md"}, *others]})
     (out / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -136,7 +137,7 @@ def copy_linked(staged: Path) -> None:
         if path.is_dir():
             write(target, relinked(listing(path), place(page, path / "README.md")))
         elif path.suffix == ".md":
-            text = PICTURE.sub(BY_THEME, BADGE.sub(r"\1", path.read_text(encoding="utf-8")))
+            text = PICTURE.sub(BY_THEME, BADGE.sub(r"`\1`", path.read_text(encoding="utf-8")))
             write(target, relinked(text, place(page, path)))
         elif page.suffix == ".md":
             write(target, code_page(path))
