@@ -1,7 +1,7 @@
 """Photograph the top of a page of `compare` or `doctor` in a real browser, light and, beside it, dark.
 
     python -m lightning_tricks compare docs/samples/compare/base docs/samples/compare/lr3 --html compare.html
-    python docs/scripts/page_shot.py compare.html docs/images/compare.png 890     # and docs/images/compare_dark.png
+    python docs/scripts/page_shot.py compare.html docs/images/compare.png 412     # and docs/images/compare_dark.png
 
 The last argument is how many pixels of its height are shown. Needs chromium on the PATH.
 """
