@@ -37,7 +37,7 @@ PROJECT = (
 sys.path[:0] = [str(SCRIPTS)]
 try:
     import page_lists
-    from api_pages import Reference, pages, read_reference, title_of
+    from api_pages import Reference, navigation, pages, read_reference
 except ImportError as error:  # griffe's
     sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
 
@@ -67,7 +67,7 @@ def stage(out: Path) -> None:
     api: dict[str, list[str]] = {}
     for entry in reference().all():
         if entry.card is not None:
-            line = f"- [`{entry.name}`](reference/{entry.page}.md#{entry.name}): {entry.summary}"
+            line = f"- [`{entry.name}`](reference/{entry.link}): {entry.summary}"
             api.setdefault(entry.card, []).append(line)
     for name, text in cards.items():
         lines = api.get(name)
@@ -78,8 +78,7 @@ def stage(out: Path) -> None:
     copy_linked(staged)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
-    listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
-    section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
+    section(settings["nav"], "Reference")[:0] = [{"API": navigation(reference())}]
     section(settings["nav"], "Reference").append({"Project": [f"repository/{path}" for path in PROJECT]})
     (out / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
