@@ -14,6 +14,7 @@ pytest.importorskip("zensical", reason="the site needs the extra docs")
 import api_pages
 import build_site
 import page_lists
+import test_questions
 from markdown_it import MarkdownIt
 
 pytestmark = pytest.mark.pages
@@ -258,6 +259,22 @@ def test_the_search_index_has_each_public_name_with_its_entry(out, entries):
     titles = {(item["title"], item["location"]) for item in items}
     wanted = {(name, f"reference/{entry.link.replace('.md', '/')}") for name, entry in entries.items()}
     assert sorted(wanted - titles) == []
+
+
+def test_each_question_stands_in_the_search_index_and_leads_to_its_row(out, parsed):
+    items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
+    asked = {
+        item["title"]: item["location"] for item in items if item["location"].startswith("questions/#") and item["text"]
+    }
+    assert list(asked) == [row.question for row in test_questions.TABLE]
+    anchors = parsed[out / "html/questions/index.html"].anchors
+    assert [question for question, location in asked.items() if location.partition("#")[2] not in anchors] == []
+    assert len(set(asked.values())) == len(asked)
+
+
+def test_the_search_knows_the_files_of_the_repository_by_their_titles_alone(out):
+    items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
+    assert {item["text"] for item in items if item["location"].startswith("repository/")} == {""}
 
 
 def test_llms_txt_has_the_published_form_and_its_links_lead_to_markdown(out):

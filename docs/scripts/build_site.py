@@ -6,13 +6,14 @@
 
 Needs the extra `docs`. `mkdocs.yml` has the settings, `page_lists.py` makes the navigation. The build is strict: a
 warning of Zensical fails it.
-The pages are those of docs/ as they stand, but for three things: a link out of docs/ leads to a copy of its file below
-`repository/`, a picture with a light and a dark form follows the site's switch, and a page ends with links to the API
-of its names.
+The pages are those of docs/ as they stand, but for four things: a link out of docs/ leads to a copy of its file below
+`repository/`, a picture with a light and a dark form follows the site's switch, a page ends with links to the API of
+its names, and each row of `questions.md` has an anchor, to which the search leads.
 """
 
 import argparse
 import functools
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,7 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
 BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host, in whose place its text stands
+QUESTION = re.compile(r"^\| (?!question \|)([^|-][^|]*?) \| ([^|]+) \| ([^|]+) \|$", re.M)  # a row of questions.md
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -72,6 +74,8 @@ def stage(out: Path) -> None:
     for name, text in cards.items():
         lines = api.get(name)
         text += "\n## API\n\n" + "\n".join(lines) + "\n" if lines else ""
+        if name == "questions":
+            text = QUESTION.sub(lambda row: row[0].replace(row[1], f'<a id="{slug(row[1])}"></a>{row[1]}', 1), text)
         write(staged / f"{name}.md", PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", text))
     for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
@@ -197,10 +201,40 @@ def title(text: str) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
+def slug(text: str) -> str:
+    """The words of a text as an anchor."""
+    return "-".join(re.findall(r"\w+", text.lower()))
+
+
+def search_index(html: Path) -> None:
+    """Make the search find questions first, and files of the repository by their titles alone.
+
+    The more words stand in the title of an item, the higher it ranks; text counts less, and equals keep their order.
+    """
+    file = html / "search.json"
+    index = json.loads(file.read_text(encoding="utf-8"))
+    page = next(item for item in index["items"] if item["location"] == "questions/")
+    asked = []
+    for row in QUESTION.finditer((DOCS / "questions.md").read_text(encoding="utf-8")):
+        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", f"{row[2]}: {plain(row[3])}")
+        item = {"location": f"questions/#{slug(row[1])}", "level": 2, "title": row[1], "text": f"<p>{said}</p>"}
+        asked.append(page | item)
+    for item in index["items"]:
+        if item["location"].startswith(("repository/", "questions/#")):  # whose rows are items now
+            item["text"] = ""
+    index["items"] = asked + index["items"]
+    file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def plain(text: str) -> str:
+    """A line of Markdown without its links."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+
+
 def opening(text: str) -> str:
     """The first paragraph of a page that is text, on one line, without its links."""
     paragraph = next(part for part in text.split("\n\n")[1:] if re.match(r"[\w`*]", part))
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+    return plain(" ".join(paragraph.split()))
 
 
 def llms_txt(out: Path) -> None:
@@ -264,6 +298,7 @@ def build(out: Path = OUT, url: str | None = None) -> list[str]:
     if done.returncode:
         said = (done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
         return re.sub(r"\x1b\[[\d;]*m", "", said).strip().splitlines()  # without its colours
+    search_index(out / "html")
     llms_txt(out)
     return []
 
