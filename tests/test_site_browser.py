@@ -102,3 +102,26 @@ def test_the_search_leads_to_questions_first(search, query, anchor):
 @pytest.mark.parametrize(("query", "page"), [("StepGuard", "step_guard/"), ("EMA", "reference/callbacks/EMA/")])
 def test_the_search_leads_from_a_class_to_its_page(search, query, page):
     assert page in [link.partition("?")[0] for link in search(query)[:4]]
+
+
+CODE = """() => [...document.querySelectorAll('.highlight pre > code')].map(code => {
+  const box = code.getBoundingClientRect(), button = code.parentElement.querySelector('.md-code__nav');
+  const covered = !button || button.getBoundingClientRect().left < box.right;
+  code.setAttribute('data-md-copying', '');  // as the theme does when it copies
+  const copied = code.innerText.trimEnd() === code.textContent.trimEnd();
+  code.removeAttribute('data-md-copying');
+  const is_command = !!code.closest('.language-bash, .language-sh');
+  return {text: code.textContent.slice(0, 60), covered, copied, cut: is_command && code.scrollWidth > code.clientWidth};
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_commands_wrap_are_copied_as_they_are_and_no_button_covers_code(site, width):
+    chromium, address, _ = site
+    tab, _ = site_shots.watched(chromium, width, 844, "light")
+    for page in ("quickstart/", "command_line/", "reference/callbacks/StepGuard/"):
+        tab.goto(address + page)
+        tab.wait_for_selector(".md-code__nav")
+        blocks = tab.evaluate(CODE)
+        assert blocks
+        assert [block for block in blocks if block["covered"] or block["cut"] or not block["copied"]] == []

@@ -217,7 +217,12 @@ def search_index(html: Path) -> None:
     asked = []
     for row in QUESTION.finditer((DOCS / "questions.md").read_text(encoding="utf-8")):
         said = re.sub(r"`([^`]+)`", r"<code>\1</code>", f"{row[2]}: {plain(row[3])}")
-        item = {"location": f"questions/#{slug(row[1])}", "level": 2, "title": row[1], "text": f"<p>{said}</p>"}
+        item = {
+            "location": f"questions/#{slug(row[1])}",
+            "level": 2,
+            "title": row[1].rstrip("."),
+            "text": f"<p>{said}</p>",
+        }
         asked.append(page | item)
     for item in index["items"]:
         if item["location"].startswith(("repository/", "questions/#")):  # whose rows are items now
