@@ -281,9 +281,11 @@ def test_llms_txt_has_the_published_form_and_its_links_lead_to_markdown(out):
     lines = (out / "html/llms.txt").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# lightning_tricks"
     assert lines[2].startswith("> PyTorch Lightning")
-    assert [line.removeprefix("## ") for line in lines if line.startswith("#")][1:] == [
-        name for one in NAV for name in one
-    ]
+    headings = [line.removeprefix("## ") for line in lines if line.startswith("#")][1:]
+    assert headings == [*(name for one in NAV for name in one), "API", "Optional"]
+    average = "- [EMA](reference/callbacks/EMA/index.html.md): Keeps an exponential moving average of the weights"
+    assert any(line.startswith(average) for line in lines)
+    assert not [line for line in lines if "```" in line]
     links = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .+$", "\n".join(lines), re.M)
     assert len(links) == sum(line.startswith("- ") for line in lines)
     for link in links:

@@ -38,7 +38,7 @@ PROJECT = (
 sys.path[:0] = [str(SCRIPTS)]
 try:
     import page_lists
-    from api_pages import Reference, navigation, pages, read_reference
+    from api_pages import Entry, Reference, navigation, pages, read_reference
 except ImportError as error:  # griffe's
     sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
 
@@ -196,6 +196,18 @@ def pages_of(nav: Sequence[Any]) -> Iterator[str]:
                 yield from pages_of(value)
 
 
+def parts(nav: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """The sections of a navigation with their pages; what is in a section below one stands for itself."""
+    for section_ in nav:
+        ((name, entries),) = section_.items()
+        yield name, [entry for entry in entries if isinstance(entry, str)]
+        for below in entries:
+            if isinstance(below, dict):
+                ((inner, pages_),) = below.items()
+                # what a reader in a hurry leaves out, by llmstxt.org
+                yield "Optional" if inner == "Project" else inner, list(pages_of(pages_))
+
+
 def title(text: str) -> str:
     """The title of a page."""
     return text.partition("\n")[0].removeprefix("# ")
@@ -250,6 +262,12 @@ def llms_txt(out: Path) -> None:
     """
     nav = yaml.safe_load((out / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     described = {f"{page.name}.md": f"{page.text}." for page in page_lists.pages()}
+    held: dict[str, list[Entry]] = {}
+    for entry in reference().all():
+        held.setdefault(f"reference/{entry.page}.md", []).append(entry)
+    for page, entries in held.items():
+        names = ", ".join(f"`{entry.name}`" for entry in entries)
+        described[page] = (entries[0].summary if entries[0].thing.is_class else "") or names
     home = (out / "docs/README.md").read_text(encoding="utf-8")
     lines = [
         "# lightning_tricks",
@@ -259,10 +277,9 @@ def llms_txt(out: Path) -> None:
         opening(home),
     ]
     full = lines.copy()
-    for entry in nav:
-        ((name, pages),) = entry.items()
+    for name, listed in parts(nav):
         lines += ["", f"## {name}", ""]
-        for page in pages_of(pages):
+        for page in listed:
             text = (out / "docs" / page).read_text(encoding="utf-8")
             address = f"{page.removesuffix('.md').removesuffix('README').rstrip('/')}/index.html.md".lstrip("/")
             write(out / "html" / address, text)
