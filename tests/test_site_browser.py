@@ -110,8 +110,9 @@ CODE = """() => [...document.querySelectorAll('.highlight pre > code')].map(code
   code.setAttribute('data-md-copying', '');  // as the theme does when it copies
   const copied = code.innerText.trimEnd() === code.textContent.trimEnd();
   code.removeAttribute('data-md-copying');
-  const is_command = !!code.closest('.language-bash, .language-sh');
-  return {text: code.textContent.slice(0, 60), covered, copied, cut: is_command && code.scrollWidth > code.clientWidth};
+  const wide = code.scrollWidth > code.clientWidth && code.closest('.language-bash, .language-sh');
+  const cut = wide && code.textContent.split(/\\s+/).every(word => word.length < 40);  // a longer path scrolls
+  return {text: code.textContent.slice(0, 60), covered, copied, cut};
 })"""
 
 

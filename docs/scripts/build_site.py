@@ -228,7 +228,7 @@ def search_index(html: Path) -> None:
     page = next(item for item in index["items"] if item["location"] == "questions/")
     asked = []
     for row in QUESTION.finditer((DOCS / "questions.md").read_text(encoding="utf-8")):
-        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", f"{row[2]}: {plain(row[3])}")
+        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", f"{plain(row[3])}: {row[2]}")
         item = {
             "location": f"questions/#{slug(row[1])}",
             "level": 2,
