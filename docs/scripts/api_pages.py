@@ -77,8 +77,8 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the docstring."""
-        return summary_of(self.thing)
+        """The first sentence of the docstring, of a constant without one its value."""
+        return summary_of(self.thing) or (f"`{self.thing.value}`" if self.thing.is_attribute else "")
 
 
 @dataclass
@@ -263,11 +263,14 @@ def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) ->
     code = [f"from {entry.module} import {entry.name}"]
     if thing.is_class or thing.is_function:
         code += ["", _signature(entry.name, thing)]
-    parts = ["```python\n" + "\n".join(code) + "\n```"]
+    elif thing.value is not None:
+        code += ["", f"{entry.name} = {thing.value}"]
+    others = {name: link for name, link in links.items() if name != entry.name}
+    first, _, rest = _docstring(thing, others).partition("\n\n")
+    parts = [first, "```python\n" + "\n".join(code) + "\n```"]
     if entry.card is not None:
         parts.append(f"**Guide:** [{titles[entry.card]}](../../{entry.card}.md)")
-    others = {name: link for name, link in links.items() if name != entry.name}
-    parts.append(_docstring(thing, others))
+    parts.append(rest)
     if thing.is_class:
         parts += [_method(entry.name, method, others) for method in _methods(thing)]
     where = f"{thing.module.path.replace('.', '/')}.py" if thing.module.filepath.name != "__init__.py" else thing.path
