@@ -61,10 +61,11 @@ def differences(ours: Mapping[str, bytes], others: Mapping[str, bytes]) -> list[
 
 
 def missing_from_wheel(names: Iterable[str], root: Path = ROOT) -> list[str]:
-    """Files of the package and of the recipes that a wheel of those names has not."""
+    """Files of the package and of the recipes, and the list for agents, that a wheel of those names has not."""
     package = [path.relative_to(root).as_posix() for path in sorted((root / PACKAGE).rglob("*")) if path.is_file()]
     recipes = [path.relative_to(root).as_posix() for path in sorted((root / "recipes").rglob("*.yaml"))]
     wanted = [name for name in package if not name.endswith(".pyc")] + [f"{PACKAGE}/{name}" for name in recipes]
+    wanted += [f"{PACKAGE}/llms.txt"]
     have = set(names)
     return [name for name in wanted if name not in have]
 

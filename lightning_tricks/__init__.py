@@ -1,7 +1,8 @@
 """PyTorch Lightning, ready to pretrain language models.
 
 `__init__.pyi` lists the public names, for type checkers, for editors and for the code below. A name is imported when it
-is first used, so that `import lightning_tricks` costs nothing.
+is first used, so that `import lightning_tricks` costs nothing. In an installed wheel, `llms.txt` beside this file lists
+commands, recipes and classes by their use.
 """
 
 # No other imports: `python -m` still has the current folder first here, see `_import_path`.

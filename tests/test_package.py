@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import llms_txt
 import public_names
 import pytest
 from harness import preloaded
@@ -16,7 +18,9 @@ import lightning_tricks
 from lightning_tricks import OptimizerMixin
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer import lightning as _lightning
+from lightning_tricks.commands import COMMANDS
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = [name for name in lightning_tricks.__all__ if name != "__version__"]
 
 
@@ -45,6 +49,18 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_the_lists_of_public_names_are_what_the_modules_say():
     assert public_names.main(["--check"]) == 0, "run python docs/scripts/public_names.py"
     assert set(NAMES) == set(public_names.public_names())
+
+
+def test_the_list_for_agents_in_the_wheel_has_each_command_recipe_and_name_and_leads_to_files():
+    assert llms_txt.main(["--check"]) == 0, "run python docs/scripts/llms_txt.py"
+    text = llms_txt.FILE.read_text(encoding="utf-8")
+    links = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\): \S", text, re.M)
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    assert sorted(name for name, _ in links) == sorted([*COMMANDS, *recipes, *NAMES])
+    places = [ROOT / link if link.startswith("recipes/") else ROOT / "lightning_tricks" / link for _, link in links]
+    assert [place for place in places if not place.is_file()] == []
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    assert wheel["wheel"]["force-include"]["docs/llms_wheel.txt"] == "lightning_tricks/llms.txt"
 
 
 def test_the_package_lists_its_names_before_they_are_imported():

@@ -14,6 +14,7 @@ pytest.importorskip("zensical", reason="the site needs the extra docs")
 import api_pages
 import build_site
 import page_lists
+import test_questions
 from markdown_it import MarkdownIt
 
 pytestmark = pytest.mark.pages
@@ -135,11 +136,10 @@ def test_each_page_has_the_lists_tables_and_code_that_a_code_host_shows(out):
 
 def lacking(name: str, entries, cards, tests) -> list[str]:
     """What a public name has not: a page in docs, a test, an entry in the API reference."""
-    word = re.compile(rf"\b{name}\b")
     entry = entries.get(name)
     has = {
-        "a page": entry is not None and entry.card in cards and bool(word.search(cards[entry.card])),
-        "a test": any(word.search(text) for text in tests),
+        "a page": entry is not None and entry.card in cards and bool(word(name).search(cards[entry.card])),
+        "a test": any(word(name).search(text) for text in tests),
         "an entry in the API reference": entry is not None and bool(entry.summary),
     }
     return [thing for thing, there in has.items() if not there]
@@ -160,8 +160,70 @@ def test_what_is_public_in_the_packages_has_an_entry_too(entries):
         assert [name for name in public if name not in entries] == [], package
 
 
+def word(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.]){re.escape(name)}\b")
+
+
+def describes(name: str, text: str, card: str) -> bool:
+    """Whether a page has a name in its title, before its first section, in a heading, a table, or code that uses it.
+
+    A row of a table that leads to the card is none of these.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(("#", "|")) or re.search("import|class_path", line)]
+    lines = [line for line in lines if f"({card}.md" not in line]
+    return bool(word(name).search("\n".join([text.partition("\n## ")[0], *lines])))
+
+
+def test_the_card_of_each_class_describes_it(entries):
+    cards = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*.md") if path.stem != "README"}
+    other = {}
+    for entry in entries.values():
+        name, card = entry.name, entry.card
+        titled = [page for page, text in cards.items() if word(name).search(build_site.title(text))]
+        if titled and card not in titled:
+            other[name] = (card, titled)
+        elif card is not None and not describes(name, cards[card], card):
+            better = [page for page in cards.keys() - {card} if describes(name, cards[page], card)]
+            if (better and name not in api_pages._CARDS) or not word(name).search(cards[card]):
+                other[name] = (card, better)
+    assert other == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("ActivationMonitor", "monitors"),  # whose page has no section Use
+        ("MemoryMonitor", "monitors"),
+        ("UpdateMonitor", "monitors"),
+        ("LRMonitor", "monitors"),
+        ("StepGuard", "step_guard"),
+        ("TailAverage", "averages"),
+        ("RankMonitor", "hang_watchdog"),
+        ("OptimizerMixin", "decay_groups"),
+        ("Llama", "decoder"),
+        ("TextData", "data"),
+    ],
+)
+def test_a_class_is_described_where_a_reader_would_look(name, card, entries):
+    assert entries[name].card == card
+
+
 def test_each_card_that_is_given_by_hand_is_one_of_a_public_name(entries):
     assert [name for name in api_pages._CARDS if name not in entries] == []
+
+
+def test_each_class_has_a_page_of_its_own_and_stands_in_the_list_of_its_package(out, entries):
+    pages = [entry.page for entry in entries.values() if entry.thing.is_class]
+    assert len({page.lower() for page in pages}) == len(pages) > 80  # on file systems that know no case, too
+    for entry in entries.values():
+        listed = (out / f"docs/reference/{entry.package}/README.md").read_text(encoding="utf-8")
+        link = entry.link.removeprefix(f"{entry.package}/")
+        assert f"- [`{entry.name}`]({link}){{: #{entry.name} }}: {api_pages._escape(entry.summary)}\n" in listed
+
+
+def test_a_link_to_an_entry_of_the_page_of_a_package_still_leads_to_its_name(parsed, out, entries):
+    for entry in entries.values():
+        assert entry.name in parsed[out / f"html/reference/{entry.package}/index.html"].anchors
 
 
 def test_an_entry_documents_every_argument(entries):
@@ -174,18 +236,18 @@ def test_an_entry_documents_every_argument(entries):
 
 
 def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(out):
-    text = (out / "docs/reference/callbacks.md").read_text(encoding="utf-8")
-    entry = text.partition("## EMA ")[2].partition("\n## ")[0]
+    entry = (out / "docs/reference/callbacks/EMA.md").read_text(encoding="utf-8")
+    assert entry.startswith("# EMA\n\nKeeps an exponential moving average of the weights")  # before a long signature
     signature = "EMA(decay: float = 0.999, warmup: bool = True, validate: bool = True)"
     assert f"from lightning_tricks import EMA\n\n{signature}" in entry
     assert "- `decay` (`float`, default `0.999`): share of the average that stays at each step." in entry
     assert "- `UsageError`: an option out of range;" in entry
     assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry
-    assert "Described in [Averages of the weights: EMA and TailAverage](../averages.md)." in entry
+    assert "**Guide:** [Averages of the weights: EMA and TailAverage](../../averages.md)\n" in entry
     assert "Defined in `lightning_tricks/guards/averages.py`" in entry
-    assert "[`FSDP2Strategy`](strategies.md#FSDP2Strategy)" in entry  # names lead to their entries
+    assert "[`FSDP2Strategy`](../strategies/FSDP2Strategy.md)" in entry  # names lead to their entries
     card = (out / "docs/averages.md").read_text(encoding="utf-8")
-    assert "\n## API\n\n- [`EMA`](reference/callbacks.md#EMA): Keeps an exponential moving average" in card
+    assert "\n## API\n\n- [`EMA`](reference/callbacks/EMA.md): Keeps an exponential moving average" in card
 
 
 # ---- search and llms.txt
@@ -194,17 +256,35 @@ def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(o
 def test_the_search_index_has_each_public_name_with_its_entry(out, entries):
     items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
     titles = {(item["title"], item["location"]) for item in items}
-    wanted = {(name, f"reference/{entry.page}/#{name}") for name, entry in entries.items()}
+    wanted = {(name, f"reference/{entry.link.replace('.md', '/')}") for name, entry in entries.items()}
     assert sorted(wanted - titles) == []
+
+
+def test_each_question_stands_in_the_search_index_and_leads_to_its_row(out, parsed):
+    items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
+    asked = {
+        item["title"]: item["location"] for item in items if item["location"].startswith("questions/#") and item["text"]
+    }
+    assert list(asked) == [row.question.rstrip(".") for row in test_questions.TABLE]
+    anchors = parsed[out / "html/questions/index.html"].anchors
+    assert [question for question, location in asked.items() if location.partition("#")[2] not in anchors] == []
+    assert len(set(asked.values())) == len(asked)
+
+
+def test_the_search_knows_the_files_of_the_repository_by_their_titles_alone(out):
+    items = json.loads((out / "html/search.json").read_text(encoding="utf-8"))["items"]
+    assert {item["text"] for item in items if item["location"].startswith("repository/")} == {""}
 
 
 def test_llms_txt_has_the_published_form_and_its_links_lead_to_markdown(out):
     lines = (out / "html/llms.txt").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# lightning_tricks"
     assert lines[2].startswith("> PyTorch Lightning")
-    assert [line.removeprefix("## ") for line in lines if line.startswith("#")][1:] == [
-        name for one in NAV for name in one
-    ]
+    headings = [line.removeprefix("## ") for line in lines if line.startswith("#")][1:]
+    assert headings == [*(name for one in NAV for name in one), "API", "Optional"]
+    average = "- [EMA](reference/callbacks/EMA/index.html.md): Keeps an exponential moving average of the weights"
+    assert any(line.startswith(average) for line in lines)
+    assert not [line for line in lines if "```" in line]
     links = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): .+$", "\n".join(lines), re.M)
     assert len(links) == sum(line.startswith("- ") for line in lines)
     for link in links:

@@ -1,4 +1,4 @@
-"""The site in a real browser: its switch works, and nothing is wider than a phone."""
+"""The site in a real browser: its switch works, its search finds answers, and nothing is wider than a phone."""
 
 import pytest
 
@@ -43,3 +43,86 @@ def test_the_switch_goes_from_light_to_dark(site):
     assert {("default", ("only-light",)), ("slate", ("only-dark",))} == {
         (scheme, tuple(shown)) for scheme, shown in seen
     }
+
+
+RESULTS = """() => {
+  const found = [], look = node => {
+    for (const child of node.children ?? []) {
+      if (child.tagName === 'A' && child.href.includes('?h=')) found.push(child.getAttribute('href'));
+      look(child);
+    }
+    if (node.shadowRoot) look(node.shadowRoot);
+  };
+  look(document.body);
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    """What the search of the site finds, as addresses below the site's own, best first."""
+    chromium, address, _ = site
+    tab, _ = site_shots.watched(chromium, 1280, 900, "light")
+    tab.goto(address)
+    tab.locator("button.md-search__button").click()
+
+    def found(query: str) -> list[str]:
+        tab.locator("input:focus").fill("")  # else links of the last query are there until the answer comes
+        tab.wait_for_function(f"({RESULTS})().length === 0")
+        tab.locator("input:focus").fill(query)
+        tab.wait_for_function(f"({RESULTS})().length > 0")
+        return [link.removeprefix(address) for link in tab.evaluate(RESULTS)]
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("query", "anchor"),
+    [
+        ("out of memory", "out-of-memory-cuda-oom"),
+        ("OOM", "out-of-memory-cuda-oom"),
+        ("CUDA out of memory", "out-of-memory-cuda-oom"),
+        ("resume after crash", "how-do-i-resume-after-a-crash-or-after-sigterm"),
+        ("NaN", "nan-the-loss-is-not-a-number"),
+        ("loss spike", "loss-spike-the-loss-rises-at-once-and-stays-high"),
+        ("slow", "too-slow-the-run-takes-longer-than-it-should-why"),
+        ("too slow", "too-slow-the-run-takes-longer-than-it-should-why"),
+        ("preempted", "my-job-was-preempted-are-its-steps-lost"),
+        ("multi node", "multi-node-how-do-i-train-on-several-hosts-such-as-with-slurm"),
+        ("wandb", "wandb-mlflow-or-comet-how-do-i-log-there"),
+        ("how do I use my own tokenizer", "how-do-i-use-my-own-tokenizer"),
+        ("does 7B fit", "does-7b-fit"),
+    ],
+)
+def test_the_search_leads_to_questions_first(search, query, anchor):
+    page, _, found = search(query)[0].partition("#")
+    assert (page.partition("?")[0], found) == ("questions/", anchor)
+
+
+@pytest.mark.parametrize(("query", "page"), [("StepGuard", "step_guard/"), ("EMA", "reference/callbacks/EMA/")])
+def test_the_search_leads_from_a_class_to_its_page(search, query, page):
+    assert page in [link.partition("?")[0] for link in search(query)[:4]]
+
+
+CODE = """() => [...document.querySelectorAll('.highlight pre > code')].map(code => {
+  const box = code.getBoundingClientRect(), button = code.parentElement.querySelector('.md-code__nav');
+  const covered = !button || button.getBoundingClientRect().left < box.right;
+  code.setAttribute('data-md-copying', '');  // as the theme does when it copies
+  const copied = code.innerText.trimEnd() === code.textContent.trimEnd();
+  code.removeAttribute('data-md-copying');
+  const wide = code.scrollWidth > code.clientWidth && code.closest('.language-bash, .language-sh');
+  const cut = wide && code.textContent.split(/\\s+/).every(word => word.length < 40);  // a longer path scrolls
+  return {text: code.textContent.slice(0, 60), covered, copied, cut};
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_commands_wrap_are_copied_as_they_are_and_no_button_covers_code(site, width):
+    chromium, address, _ = site
+    tab, _ = site_shots.watched(chromium, width, 844, "light")
+    for page in ("quickstart/", "command_line/", "reference/callbacks/StepGuard/"):
+        tab.goto(address + page)
+        tab.wait_for_selector(".md-code__nav")
+        blocks = tab.evaluate(CODE)
+        assert blocks
+        assert [block for block in blocks if block["covered"] or block["cut"] or not block["copied"]] == []

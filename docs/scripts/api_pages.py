@@ -1,10 +1,12 @@
 """The pages of the API reference, from signatures, types and docstrings, which griffe reads without an import.
 
-A page for each public package, an entry for each public name: those of `lightning_tricks/__init__.pyi`, and what its
-packages export besides. Nothing here is committed; `build_site.py` writes the pages into the site.
+A page for each class, a page for the functions of each package, and for each package a list of both. Public names are
+those of `lightning_tricks/__init__.pyi`, and what its packages export besides. Nothing here is committed;
+`build_site.py` writes the pages into the site.
 """
 
 import logging
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,20 +23,15 @@ _BY_MODULE = {
     "parallel": "The sizes of a mesh of ranks.",
 }
 _EXPORTS_ONLY = ("checkpoints",)  # public packages without a name in `lightning_tricks` itself
-# The card of a name where counting its mentions finds another page.
+# The card of a name that no title has, where its mentions would find another page.
 _CARDS = {
-    "AtomicCheckpointIO": "checkpoints",
-    "AttentionMonitor": "monitors",
-    "InitFrom": "checkpoints",
     "LanguageModel": "decoder",
     "MuonAdamW": "muon",
+    "OptimizerMixin": "decay_groups",
     "PredictionWriter": "generating_text",
-    "ScheduleLR": "schedules",
-    "TextData": "data",
-    "TokenData": "data",
     "TrainingProgressBar": "monitors",
-    "WarmupStableDecay": "schedules",
-    "load_recipe": "command_line",
+    "UpdateMonitor": "monitors",
+    "from_hf": "decoder",
     "load_weights": "checkpoints",
 }
 _HOOKS = {
@@ -57,21 +54,31 @@ class Entry:
     Args:
         name: as it is written.
         module: from which it is imported.
-        page: of the reference, without its ending.
+        package: whose list has it.
         thing: what griffe knows of it.
         card: the page in docs that describes it, None where there is none.
     """
 
     name: str
     module: str
-    page: str
+    package: str
     thing: griffe.Object
     card: str | None = None
 
     @property
+    def page(self) -> str:
+        """Its page of the reference, without its ending: a class has one, functions and constants share one."""
+        return f"{self.package}/{self.name if self.thing.is_class else 'functions'}"
+
+    @property
+    def link(self) -> str:
+        """Its place from the folder of the reference."""
+        return f"{self.page}.md" if self.thing.is_class else f"{self.page}.md#{self.name}"
+
+    @property
     def summary(self) -> str:
-        """The first sentence of the docstring."""
-        return summary_of(self.thing)
+        """The first sentence of the docstring, of a constant without one its value."""
+        return summary_of(self.thing) or (f"`{self.thing.value}`" if self.thing.is_attribute else "")
 
 
 @dataclass
@@ -79,7 +86,7 @@ class Reference:
     """The whole reference.
 
     Args:
-        entries: by page, in the order of the names.
+        entries: by package, in the order of the names.
         about: the first paragraph of each package's docstring.
     """
 
@@ -87,7 +94,7 @@ class Reference:
     about: dict[str, str] = field(default_factory=dict)
 
     def all(self) -> Iterator[Entry]:
-        """The entries of all pages."""
+        """The entries of all packages."""
         for entries in self.entries.values():
             yield from entries
 
@@ -118,45 +125,88 @@ def read_reference(root: Path, cards: Mapping[str, str]) -> Reference:
 
 
 def card_of(name: str, cards: Mapping[str, str], in_code: bool = False) -> str | None:
-    """The page that describes a name: its own by title or file, else a card rather than a guide, which has it most.
+    """The page that describes a name: its own by title or file, else one that opens with it, else the one with it most.
 
     Args:
         name: a public name.
         cards: the text of each page in docs, by its name without ending.
         in_code: count the name where it begins a span of code, and not as a word.
     """
-    if name in _CARDS:
-        return _CARDS[name]
     word = re.compile(rf"`{re.escape(name)}\b" if in_code else rf"(?<![\w.]){re.escape(name)}\b")
 
+    def is_own(card: str) -> bool:
+        return bool(word.search(cards[card].partition("\n")[0])) or card == _snake(name)
+
     def rank(card: str) -> tuple[bool, bool, int]:
-        text = cards[card]
-        own = bool(word.search(text.partition("\n")[0])) or card == _snake(name)
-        return own, "\n## Use\n" in text, len(word.findall(text))
+        opening = cards[card].partition("\n## ")[0]
+        return is_own(card), bool(word.search(opening)), len(word.findall(cards[card]))
 
     mentioned = [card for card in sorted(cards) if word.search(cards[card])]
-    return max(mentioned, key=rank, default=None)
+    found = max(mentioned, key=rank, default=None)
+    return _CARDS.get(name, found) if found is None or not is_own(found) else found
 
 
 def pages(reference: Reference, titles: Mapping[str, str]) -> dict[str, str]:
-    """Markdown by file name: the index, and a page for each package.
+    """Markdown by file name: the index, and for each package its list, its classes and its functions.
 
     Args:
         reference: what is public.
         titles: of the cards, by their names without ending.
     """
-    links = {entry.name: f"{entry.page}.md#{entry.name}" for entry in reference.all()}
     made = {"README.md": _index(reference)}
-    for page, entries in reference.entries.items():
-        parts = [f"# {title_of(page)}", _prose(reference.about[page], links)]
-        parts += [_entry(entry, links, titles) for entry in entries]
-        made[f"{page}.md"] = "\n\n".join(parts) + "\n"
+    for package, entries in reference.entries.items():
+        lists = f"{package}/README.md"
+        about = _prose(reference.about[package], _links(reference, lists))
+        made[lists] = f"# {package}\n\n{about}\n\n" + "\n".join(_list(reference, entries, lists)) + "\n"
+        for page in dict.fromkeys(entry.page for entry in entries):
+            held = [entry for entry in entries if entry.page == page]
+            is_class = held[0].thing.is_class
+            title = held[0].name if is_class else f"Functions of {package}"
+            parts = [f"# {title}"]
+            for entry in held:
+                parts += [] if is_class else [f"## {entry.name} {{: #{entry.name} }}"]
+                parts.append(_entry(entry, _links(reference, f"{page}.md"), titles))
+            made[f"{page}.md"] = "\n\n".join(parts) + "\n"
     return made
 
 
-def title_of(page: str) -> str:
-    """The title of a page of the reference."""
-    return page
+def navigation(reference: Reference) -> list[Any]:
+    """The pages in their order, as the navigation of the site has them."""
+    found: list[Any] = ["reference/README.md"]
+    for package, entries in reference.entries.items():
+        own = sorted(
+            {f"reference/{entry.page}.md" for entry in entries},
+            key=lambda page: (page.endswith("functions.md"), page.lower()),
+        )
+        found.append({package: [f"reference/{package}/README.md", *own]})
+    return found
+
+
+def _links(reference: Reference, page: str) -> dict[str, str]:
+    """The link to each name from a page of the reference."""
+    start = posixpath.dirname(page)
+    return {entry.name: posixpath.relpath(entry.link, start) for entry in reference.all()}
+
+
+def _list(reference: Reference, entries: Sequence[Entry], page: str) -> list[str]:
+    """The names of a package with their first sentences, by where they come from; each has its anchor here too."""
+    links, groups = _links(reference, page), {}
+    for entry in entries:
+        groups.setdefault(_group(entry), []).append(entry)
+    lines: list[str] = []
+    for group, held in groups.items():
+        lines += ["", f"## {group}", ""] if len(groups) > 1 else [""]
+        lines += [_line(entry, links[entry.name], f"{{: #{entry.name} }}") for entry in held]
+    return lines[1:]
+
+
+def _group(entry: Entry) -> str:
+    return entry.thing.path.split(".")[1] if entry.package == "callbacks" else f"From `{entry.module}`"
+
+
+def _line(entry: Entry, link: str, attributes: str = "") -> str:
+    said = f": {_escape(entry.summary)}" if entry.summary else ""
+    return f"- [`{entry.name}`]({link}){attributes}{said}"
 
 
 def summary_of(thing: griffe.Object) -> str:
@@ -173,11 +223,10 @@ def _index(reference: Reference) -> str:
         "Every public name with its signature, arguments and errors, made from the code. Names come from "
         "`lightning_tricks` unless the line of an entry says otherwise.",
     ]
-    for page, entries in reference.entries.items():
-        lines += ["", f"## [{title_of(page)}]({page}.md)", ""]
-        for entry in entries:
-            said = f": {_escape(entry.summary)}" if entry.summary else ""
-            lines.append(f"- [`{entry.name}`]({page}.md#{entry.name}){said}")
+    links = _links(reference, "README.md")
+    for package, entries in reference.entries.items():
+        lines += ["", f"## [{package}]({package}/README.md)", ""]
+        lines += [_line(entry, links[entry.name]) for entry in entries]
     return "\n".join(lines) + "\n"
 
 
@@ -211,15 +260,17 @@ def _about(module: Any) -> str:
 
 def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) -> str:
     thing = entry.thing
-    parts = [f"## {entry.name} {{: #{entry.name} }}"]
     code = [f"from {entry.module} import {entry.name}"]
     if thing.is_class or thing.is_function:
         code += ["", _signature(entry.name, thing)]
-    parts.append("```python\n" + "\n".join(code) + "\n```")
-    if entry.card is not None:
-        parts.append(f"Described in [{titles[entry.card]}](../{entry.card}.md).")
+    elif thing.value is not None:
+        code += ["", f"{entry.name} = {thing.value}"]
     others = {name: link for name, link in links.items() if name != entry.name}
-    parts.append(_docstring(thing, others))
+    first, _, rest = _docstring(thing, others).partition("\n\n")
+    parts = [first, "```python\n" + "\n".join(code) + "\n```"]
+    if entry.card is not None:
+        parts.append(f"**Guide:** [{titles[entry.card]}](../../{entry.card}.md)")
+    parts.append(rest)
     if thing.is_class:
         parts += [_method(entry.name, method, others) for method in _methods(thing)]
     where = f"{thing.module.path.replace('.', '/')}.py" if thing.module.filepath.name != "__init__.py" else thing.path
@@ -245,7 +296,7 @@ def _methods(thing: Any) -> list[Any]:
 def _method(owner: str, method: Any, links: Mapping[str, str]) -> str:
     label = f"{owner}.{method.name}"
     shown = _signature(label, method) if method.is_function else f"{label}: {method.annotation}"
-    return f"### {label} {{: #{label} }}\n\n```python\n{shown}\n```\n\n{_docstring(method, links)}"
+    return f"## {label} {{: #{label} }}\n\n```python\n{shown}\n```\n\n{_docstring(method, links)}"
 
 
 def _signature(name: str, thing: Any) -> str:

@@ -6,13 +6,14 @@
 
 Needs the extra `docs`. `mkdocs.yml` has the settings, `page_lists.py` makes the navigation. The build is strict: a
 warning of Zensical fails it.
-The pages are those of docs/ as they stand, but for three things: a link out of docs/ leads to a copy of its file below
-`repository/`, a picture with a light and a dark form follows the site's switch, and a page ends with links to the API
-of its names.
+The pages are those of docs/ as they stand, but for four things: a link out of docs/ leads to a copy of its file below
+`repository/`, a picture with a light and a dark form follows the site's switch, a page ends with links to the API of
+its names, and each row of `questions.md` has an anchor, to which the search leads.
 """
 
 import argparse
 import functools
+import json
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ PROJECT = (
 sys.path[:0] = [str(SCRIPTS)]
 try:
     import page_lists
-    from api_pages import Reference, pages, read_reference, title_of
+    from api_pages import Entry, Reference, navigation, pages, read_reference
 except ImportError as error:  # griffe's
     sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
 
@@ -57,6 +58,7 @@ PICTURE = re.compile(
 )
 BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host; its text takes its place
 BY_THEME = r"![\2](\3#only-light)![\2](\1#only-dark)"  # how the theme wants a picture with two forms
+QUESTION = re.compile(r"^\| (?!question \|)([^|-][^|]*?) \| ([^|]+) \| ([^|]+) \|$", re.M)  # a row of questions.md
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -69,20 +71,21 @@ def stage(out: Path) -> None:
     api: dict[str, list[str]] = {}
     for entry in reference().all():
         if entry.card is not None:
-            line = f"- [`{entry.name}`](reference/{entry.page}.md#{entry.name}): {entry.summary}"
+            line = f"- [`{entry.name}`](reference/{entry.link}): {entry.summary}"
             api.setdefault(entry.card, []).append(line)
     for name, text in cards.items():
         lines = api.get(name)
         text += "\n## API\n\n" + "\n".join(lines) + "\n" if lines else ""
+        if name == "questions":
+            text = QUESTION.sub(lambda row: row[0].replace(row[1], f'<a id="{slug(row[1])}"></a>{row[1]}', 1), text)
         write(staged / f"{name}.md", PICTURE.sub(BY_THEME, text))
     for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
     copy_linked(staged)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
-    listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
     others = [f"repository/{path}" for path in PROJECT if path != "README.md"]
-    section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
+    section(settings["nav"], "Reference")[:0] = [{"API": navigation(reference())}]
     section(settings["nav"], "Reference").append({"Project": [{"README": "repository/README.md"}, *others]})
     (out / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
@@ -197,15 +200,62 @@ def pages_of(nav: Sequence[Any]) -> Iterator[str]:
                 yield from pages_of(value)
 
 
+def parts(nav: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """The sections of a navigation with their pages; what is in a section below one stands for itself."""
+    for section_ in nav:
+        ((name, entries),) = section_.items()
+        yield name, [entry for entry in entries if isinstance(entry, str)]
+        for below in entries:
+            if isinstance(below, dict):
+                ((inner, pages_),) = below.items()
+                # what a reader in a hurry leaves out, by llmstxt.org
+                yield "Optional" if inner == "Project" else inner, list(pages_of(pages_))
+
+
 def title(text: str) -> str:
     """The title of a page."""
     return text.partition("\n")[0].removeprefix("# ")
 
 
+def slug(text: str) -> str:
+    """The words of a text as an anchor."""
+    return "-".join(re.findall(r"\w+", text.lower()))
+
+
+def search_index(html: Path) -> None:
+    """Make the search find questions first, and files of the repository by their titles alone.
+
+    The more words stand in the title of an item, the higher it ranks; text counts less, and equals keep their order.
+    """
+    file = html / "search.json"
+    index = json.loads(file.read_text(encoding="utf-8"))
+    page = next(item for item in index["items"] if item["location"] == "questions/")
+    asked = []
+    for row in QUESTION.finditer((DOCS / "questions.md").read_text(encoding="utf-8")):
+        said = re.sub(r"`([^`]+)`", r"<code>\1</code>", f"{plain(row[3])}: {row[2]}")
+        item = {
+            "location": f"questions/#{slug(row[1])}",
+            "level": 2,
+            "title": row[1].rstrip("."),
+            "text": f"<p>{said}</p>",
+        }
+        asked.append(page | item)
+    for item in index["items"]:
+        if item["location"].startswith(("repository/", "questions/#")):  # whose rows are items now
+            item["text"] = ""
+    index["items"] = asked + index["items"]
+    file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def plain(text: str) -> str:
+    """A line of Markdown without its links."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+
+
 def opening(text: str) -> str:
     """The first paragraph of a page that is text, on one line, without its links."""
     paragraph = next(part for part in text.split("\n\n")[1:] if re.match(r"[\w`*]", part))
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+    return plain(" ".join(paragraph.split()))
 
 
 def llms_txt(out: Path) -> None:
@@ -216,6 +266,12 @@ def llms_txt(out: Path) -> None:
     """
     nav = yaml.safe_load((out / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     described = {f"{page.name}.md": f"{page.text}." for page in page_lists.pages()}
+    held: dict[str, list[Entry]] = {}
+    for entry in reference().all():
+        held.setdefault(f"reference/{entry.page}.md", []).append(entry)
+    for page, entries in held.items():
+        names = ", ".join(f"`{entry.name}`" for entry in entries)
+        described[page] = (entries[0].summary if entries[0].thing.is_class else "") or names
     home = (out / "docs/README.md").read_text(encoding="utf-8")
     lines = [
         "# lightning_tricks",
@@ -225,10 +281,9 @@ def llms_txt(out: Path) -> None:
         opening(home),
     ]
     full = lines.copy()
-    for entry in nav:
-        ((name, pages),) = entry.items()
+    for name, listed in parts(nav):
         lines += ["", f"## {name}", ""]
-        for page in pages_of(pages):
+        for page in listed:
             text = (out / "docs" / page).read_text(encoding="utf-8")
             address = f"{page.removesuffix('.md').removesuffix('README').rstrip('/')}/index.html.md".lstrip("/")
             write(out / "html" / address, text)
@@ -269,6 +324,7 @@ def build(out: Path = OUT, url: str | None = None) -> list[str]:
     if done.returncode:
         said = (done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
         return re.sub(r"\x1b\[[\d;]*m", "", said).strip().splitlines()  # without its colours
+    search_index(out / "html")
     llms_txt(out)
     return []
 

@@ -1,4 +1,4 @@
-"""Take each page of the built site in a real browser, light and dark, at desktop and phone width.
+"""Take each page of the built site in a real browser, light and dark, on two desktops and a phone.
 
     python docs/scripts/build_site.py && python docs/scripts/site_shots.py
     python docs/scripts/site_shots.py mfu reference/callbacks    # these pages
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SITE = Path(__file__).resolve().parents[2] / "build/site"
-WIDTHS = {1280: 900, 390: 844}  # and the heights of the windows
+WIDTHS = {1920: 1080, 1280: 900, 390: 844}  # and the heights of the windows
 THEMES = ("light", "dark")
 TALLEST = 2600  # pixels of a page that a picture shows
 COLUMNS, ROWS, THUMB = 6, 2, 320  # of a contact sheet
