@@ -36,6 +36,7 @@ from lightning_tricks.cli.fit_options import (
     option_callbacks,
     settings_of_fit,
 )
+from lightning_tricks.cli.help import help_last
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
@@ -175,7 +176,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if isinstance(args, dict | Namespace):
                 self.config = parser.parse_object(args)
             else:
-                given = join_negative_numbers(sys.argv[1:] if args is None else args)
+                given = help_last(join_negative_numbers(sys.argv[1:] if args is None else args))
                 self.config = parser.parse_args(given)
         command = self.config.get("subcommand")
         config = self.config.get(command or "", self.config)
