@@ -81,7 +81,7 @@ def _options(cls: Any) -> dict[str, Any]:
     return {one.name: one for one in get_signature_parameters(cls, None, logger=False) if one.name != "params"}
 
 
-def _bases(parser: Any, config: Any, place: str) -> tuple[type, ...]:
+def _bases(parser: Any, config: Any, place: str) -> Any:
     """The classes of which a subclass can stand at a place of the recipe."""
     kind = next((getattr(each, "_typehint", None) for each in parser._actions if each.dest == place), None)
     above, _, name = place.rpartition(".")
@@ -111,11 +111,10 @@ def _class_help(parser: Any, config: Any, place: str, name: str) -> str:
         known = {each.rpartition(".")[2] for base in bases for each in typehints.get_all_subclass_paths(base)}
         of_recipe, near = cls, did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
         try:
-            path = typehints.resolve_class_path_by_name(bases, name if name or len(known) > 1 else "".join(known))
-            cls = pkgutil.resolve_name(path)
-            if not issubclass(cls, bases):
-                raise TypeError
-        except (ImportError, AttributeError, ValueError, TypeError):
+            only = "".join(known) if len(known) == 1 else ""
+            cls = pkgutil.resolve_name(typehints.resolve_class_path_by_name(bases, name or only))
+            assert issubclass(cls, bases)
+        except (ImportError, AttributeError, ValueError, TypeError, AssertionError):
             raise UsageError(f"{place}.help{f'={name}: no such class' if name else ': name a class'}{near}") from None
         settings = settings if cls is of_recipe else {}
     shown = type(parser)(usage=argparse.SUPPRESS, description="", add_help=False)

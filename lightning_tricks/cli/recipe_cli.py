@@ -40,6 +40,7 @@ from lightning_tricks.cli.help import help_last
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
+    RemoveCallback,
     join_negative_numbers,
     known_names_first,
     lightning_cli,
@@ -144,6 +145,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         super().add_default_arguments_to_parser(parser)
         for name, (kind, default, text) in FIT_OPTIONS.items():
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        parser.add_argument("--trainer.callbacks-", action=RemoveCallback, metavar="CLASS")
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
         """Lightning's, which takes the options of our commands too from the Trainer's class, also from a user's own."""

@@ -96,13 +96,6 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             self._last_dump = asked, str(super().dump(cfg, *args, **kwargs))
         return self._last_dump[1]
 
-    def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:
-        """Add as Lightning does; `--trainer.callbacks-=X` takes a callback out."""
-        names = super().add_lightning_class_args(lightning_class, nested_key, *args, **kwargs)
-        if nested_key == "trainer":
-            self.add_argument("--trainer.callbacks-", action=RemoveCallback, metavar="CLASS")
-        return names
-
     def link_arguments(self, source: Any, target: str, compute_fn: Any = None, apply_on: str = "parse") -> None:
         """Link as in LightningCLI's parser, where `model.width` is an argument of the model's class.
 
