@@ -172,4 +172,4 @@ def _rows(options: Mapping[str, tuple[Any, Any, Any]], count: int) -> Iterator[s
     for name, value in cut.items():
         line = f"  --{name:{names}} {value:{values}}  "
         text = re.split(r"[.;] |\.$| \(default", " ".join(_TEXTS.get(name, options[name][2] or "").split()))[0]
-        yield (line + textwrap.shorten(text, terminal_columns(120) - len(line), placeholder=" ...")).rstrip()
+        yield (line + textwrap.shorten(text, max(terminal_columns(120) - len(line), 4), placeholder=" ...")).rstrip()

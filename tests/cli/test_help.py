@@ -62,6 +62,15 @@ def test_help_shows_the_values_of_the_recipe_and_of_the_words_and_else_the_defau
     assert "model.decoder.qk_norm" not in usual
 
 
+def test_help_fits_other_terminals(printed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    wide = printed("fit", "--help")
+    assert "the checkpoint to start from: a file, a folder or last\n" in wide
+    assert max(map(len, wide.splitlines())) in range(81, 121)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert values_of(printed("fit", "--help"))["data.seq_len"] == "256"
+
+
 @pytest.mark.parametrize(("command", "own"), [("plan", "gpu"), ("validate", "text"), ("schedule", "against")])
 def test_a_commands_own_options_come_first(printed, command, own):
     lines = printed(command, "--help").splitlines()
