@@ -137,7 +137,8 @@ def _main_options(parser: Any, config: Any) -> Iterator[str]:
     yield from _rows({name: row for name, row in actions.items() if not re.match(r"(trainer|model|data)\b", name)
                       and (command == "fit" or name not in FIT_OPTIONS)}, 99)  # fmt: skip
     model = _class_at(parser, config, "model")[0]
-    parts = [place for place in (f"model.{name}" for name in _options(model)) if _class_at(parser, config, place)[0]]
+    places = [f"model.{name}" for name in _options(model)] if model is not None else []
+    parts = [place for place in places if _class_at(parser, config, place)[0] is not None]
     for place in ("data", "model", *parts):
         cls, settings = _class_at(parser, config, place)
         if cls is not None:
