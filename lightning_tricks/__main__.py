@@ -23,7 +23,7 @@ Train and evaluate language models from YAML recipes, with PyTorch Lightning.
 
 {commands}
 
-  COMMAND --help prints all that a command takes.
+  COMMAND --help prints what a command takes.
 
 first run: python -m lightning_tricks cp tiny .
            python -m lightning_tricks fit --config tiny.yaml

@@ -164,11 +164,6 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if strategy is not None:
             self._check_strategy(strategy)
         strategy_shards = weights_layout(strategy) == "shards"
-        if self.device_mesh is not None and not strategy_shards:
-            raise UsageError(
-                f"strategy={type(strategy).__name__} leaves the sharding to the module, and LanguageModel leaves it to "
-                "the strategy: take FSDP2Strategy"
-            )
         # The meta device draws no weights, so that the random state of training does not depend on the shape.
         with torch.device("meta"):
             decoder = self.decoder = Decoder(self.config, self.base_config)
@@ -266,7 +261,12 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         return module
 
     def _check_strategy(self, strategy: Any) -> None:
-        """Refuse experts under a strategy that makes the optimizer's steps itself, or hides the shapes of weights."""
+        """Refuse one that leaves sharding to the module; experts where it steps itself, or hides shapes."""
+        if weights_layout(strategy) == "foreign shards":
+            raise UsageError(
+                f"strategy={type(strategy).__name__} leaves the sharding to the module, and LanguageModel leaves it to "
+                "the strategy: take FSDP2Strategy"
+            )
         if self.config.n_experts is not None and weights_layout(strategy) not in ("whole", "shards"):
             raise UsageError(
                 f"decoder.n_experts={self.config.n_experts}: {type(strategy).__name__} does not train experts: take "

@@ -4,6 +4,7 @@ A command line passes through these files, in this order; `recipe_cli` calls the
 
 - `recipe_parser`: arguments and YAML become settings; which class a short name means, and which settings stay when a
   class replaces another one.
+- `help`: the answer to `--help`, of a command and of a class.
 - `fit_options`: `resume`, `total_tokens` and `init_from`, the options of `fit` at the top of a recipe; values that
   Lightning accepts and fails on later.
 - `choose_checkpoint`: the checkpoint that the command starts from, the same one on all ranks.

@@ -36,9 +36,11 @@ from lightning_tricks.cli.fit_options import (
     option_callbacks,
     settings_of_fit,
 )
+from lightning_tricks.cli.help import help_last
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
     RecipeParser,
+    RemoveCallback,
     join_negative_numbers,
     known_names_first,
     lightning_cli,
@@ -143,6 +145,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
         super().add_default_arguments_to_parser(parser)
         for name, (kind, default, text) in FIT_OPTIONS.items():
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        parser.add_argument("--trainer.callbacks-", action=RemoveCallback, metavar="CLASS")
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
         """Lightning's, which takes the options of our commands too from the Trainer's class, also from a user's own."""
@@ -175,7 +178,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             if isinstance(args, dict | Namespace):
                 self.config = parser.parse_object(args)
             else:
-                given = join_negative_numbers(sys.argv[1:] if args is None else args)
+                given = help_last(join_negative_numbers(sys.argv[1:] if args is None else args))
                 self.config = parser.parse_args(given)
         command = self.config.get("subcommand")
         config = self.config.get(command or "", self.config)

@@ -22,14 +22,17 @@ import jsonargparse._typehints as typehints
 import torch
 import yaml
 from jsonargparse import Namespace
+from jsonargparse._common import NonParsingAction
 
 # Imported for their class names, which a recipe then writes without the module's path.
 from lightning_tricks import callbacks, data, language_model, loggers, precision, strategies  # noqa: F401
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks._host.import_path import name_modules
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.cli.error_lines import one_line, parse_message
+from lightning_tricks.cli.help import HelpAction
 from lightning_tricks.mixins._plain_settings import subclasses
 from lightning_tricks.models import DecoderConfig
 from lightning_tricks.schedules import Schedule
@@ -59,7 +62,10 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("parser_mode", PARSER_MODE)
         self._last_dump: tuple[Any, str] | None = None
-        super().__init__(*args, **kwargs)
+        with_help = kwargs.pop("add_help", True)
+        super().__init__(*args, add_help=False, **kwargs)
+        if with_help:
+            self.add_argument("-h", "--help", action=HelpAction)
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a recipe's file.
@@ -71,6 +77,10 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
             return super().parse_path(cfg_path, *args, **kwargs)
         except UnicodeDecodeError as error:
             raise UsageError(f"--config {cfg_path}: no UTF-8 text; give a recipe in YAML") from error
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """The help, no line of which is wider than the terminal."""
+        return wrapped(super().format_help(*args, **kwargs), terminal_columns(120), 2)
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
         """The settings as YAML, of which the last are kept.
@@ -115,6 +125,25 @@ class RecipeParser(lightning_cli.LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
         raise UsageError(one_line(parse_message(message), options, nameable_classes())) from None
+
+
+class RemoveCallback(NonParsingAction):
+    """Takes each callback of a class out of those that the words before it have set."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs | {"default": argparse.SUPPRESS, "help": "Take callbacks of this class out."})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Change the list in the settings so far."""
+        there = namespace.get("trainer.callbacks") or []
+        there = there if isinstance(there, list) else [there]
+        package, _, name = values.rpartition(".")  # a class may have several paths in its package
+        left = [one for one in there if one.class_path.rpartition(".")[2] != name
+                or not one.class_path.startswith(package.partition(".")[0])]  # fmt: skip
+        if len(left) == len(there):
+            known = ", ".join(one.class_path.rpartition(".")[2] for one in there) or "none"
+            raise UsageError(f"trainer.callbacks-={values}: not in the list of callbacks, which has {known}")
+        namespace["trainer.callbacks"] = left
 
 
 def _of_any_class(option: str) -> str:

@@ -16,7 +16,7 @@ from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.loop import batch_progress
 from lightning_tricks._trainer.objects import unwrapped
-from lightning_tricks._trainer.run_facts import data_rank, micro_batch
+from lightning_tricks._trainer.run_facts import data_rank, micro_batch, planned_data_ranks
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant
 
@@ -171,9 +171,11 @@ class BatchSizeWarmup(pl.Callback):
         self._loaded: dict[str, int] = {}
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse a number of micro-batches that others set, before any process is started."""
+        """Refuse stages that these processes cannot have, before any of them is started."""
         if stage == "fit":
             _refuse_others(trainer)
+            ranks = planned_data_ranks(trainer.strategy, trainer.num_devices, trainer.num_nodes)
+            self.planned(trainer, datamodule, ranks)
 
     def setup(self, trainer: Any, pl_module: Module, stage: str) -> None:
         """Fix the stages; become the first callback, so that the hooks of others find the step's micro-batches set."""

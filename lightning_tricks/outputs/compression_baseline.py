@@ -43,13 +43,16 @@ class CompressionBaseline(pl.Callback):
         self._start = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Fail before training if the data module cannot give its text."""
+        """Refuse what no command has refused."""
+        self.check_run(trainer, trainer.datamodule, stage)  # type: ignore[attr-defined]
+
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a data module that cannot give its text, before any process is started."""
         if stage != "fit":  # there is no table then, and the data may be others
             return
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "validation_text"):
+        if not hasattr(datamodule, "validation_text"):
             raise UsageError("CompressionBaseline needs a data module with validation_text(), such as TextData")
-        if self.xz and not hasattr(data, "training_text"):
+        if self.xz and not hasattr(datamodule, "training_text"):
             raise UsageError(
                 "CompressionBaseline.xz=True needs a data module with training_text(), such as TextData: write that "
                 "method, or set xz to false"

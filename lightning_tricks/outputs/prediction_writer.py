@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
-from lightning_tricks._trainer.run_facts import data_rank
+from lightning_tricks._trainer.run_facts import data_rank, planned_data_ranks
 
 __all__ = ["PredictionWriter"]
 
@@ -73,14 +73,19 @@ class PredictionWriter(pl.Callback):
         self._file: TextIO | None = None
         self._rows = 0
 
-    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Open the file, before anything is computed."""
-        rank, ranks = data_rank(trainer)
-        if ranks != trainer.world_size:
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse ranks that share rows, before any process is started."""
+        devices, nodes = trainer.num_devices, trainer.num_nodes
+        if stage == "predict" and planned_data_ranks(trainer.strategy, devices, nodes) != devices * nodes:
             raise UsageError(
                 "predict: tensor and context ranks (mesh) have the same rows, and would write them several times: "
                 "predict with FSDP2Strategy without a mesh, which opens the same checkpoint"
             )
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Open the file, before anything is computed."""
+        self.check_run(trainer, None, "predict")
+        rank, _ = data_rank(trainer)
         self._path = self.output.with_stem(f"{self.output.stem}-rank{rank}") if rank else self.output
         try:
             if self._path.exists():

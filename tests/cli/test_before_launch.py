@@ -13,8 +13,11 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import (
     EMA,
     BatchSizeWarmup,
+    CompressionBaseline,
+    ExactResume,
     GradNormMonitor,
     InitFrom,
+    PredictionWriter,
     SafeCheckpoint,
     SampleText,
     StepGuard,
@@ -28,7 +31,7 @@ def trainer_with(strategy, callback):
     return SimpleNamespace(
         strategy=strategy, callbacks=[callback], num_devices=2, num_nodes=1, precision_plugin=None, accelerator=None,
         is_global_zero=True, checkpoint_callbacks=[], optimizers=[], log_every_n_steps=50, fast_dev_run=False,
-        lightning_module=torch.nn.Identity(),
+        lightning_module=torch.nn.Identity(), accumulate_grad_batches=1, reload_dataloaders_every_n_epochs=0,
     )  # fmt: skip
 
 
@@ -61,6 +64,34 @@ def test_a_callback_that_does_not_work_under_a_strategy_is_refused_before_launch
     trainer.strategy = strategies.SingleDeviceStrategy()
     trainer.num_devices = 1
     check_before_launch(trainer, Small(), object(), "fit", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("callback", "settings", "line"),
+    [
+        (PredictionWriter(), {"strategy": tensor_ranks()}, "predict: tensor and context ranks"),
+        (CompressionBaseline(), {}, "CompressionBaseline needs a data module with validation_text"),
+        (ExactResume(), {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: ExactResume"),
+        (BatchSizeWarmup({0: 1, 9: 4}), {"accumulate_grad_batches": 2}, "BatchSizeWarmup.stages={0: 1, 9: 4}: 2 proc"),
+        (BatchSizeWarmup({0: 2, 9: 8}), {"accumulate_grad_batches": 2}, "BatchSizeWarmup.stages={0: 2, 9: 8}: the las"),
+    ],
+)
+def test_settings_that_a_callback_cannot_have_are_refused_before_launch(callback, settings, line):
+    trainer = trainer_with(strategies.DDPStrategy(), callback)
+    vars(trainer).update(settings)
+    command = "predict" if line.startswith("predict") else "fit"
+    module = Small()
+    module.predict_dataloader = module.train_dataloader
+    with pytest.raises(UsageError) as refused:
+        check_before_launch(trainer, module, object(), command, "cpu")
+    assert str(refused.value).startswith(line)
+
+
+def test_a_decoder_under_a_strategy_that_leaves_the_sharding_to_it_is_refused_before_launch():
+    model = LanguageModel(Llama(vocab_size=64, d_model=16, n_layers=2, n_heads=2, max_seq_len=8), optimizer=adamw)
+    trainer = runs.trainer_with(strategy=strategies.ModelParallelStrategy(), devices=2)
+    with pytest.raises(UsageError, match=r"^strategy=ModelParallelStrategy leaves the sharding to the module"):
+        check_before_launch(trainer, model, SimpleNamespace(), "fit", "cpu")
 
 
 def test_a_module_that_stages_cannot_share_out_is_refused_before_launch():

@@ -12,7 +12,16 @@ from harness.token_files import write_token_files
 from lightning_tricks import FSDP2Strategy, LanguageModel, Llama, ParallelDims, TokenData
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks.callbacks import SafeCheckpoint
+from lightning_tricks.callbacks import (
+    EMA,
+    BatchSizeWarmup,
+    ExactResume,
+    GradNormMonitor,
+    SafeCheckpoint,
+    SampleText,
+    SpikeRollback,
+    StepGuard,
+)
 from lightning_tricks.commands.check import checks as listed
 from lightning_tricks.commands.check import run
 from lightning_tricks.commands.check.checks import CHECKS, Checked, kept_checkpoints, run_checks, saves_of_run, summary
@@ -154,6 +163,13 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
             {"devices": 2, "strategy": FSDP2Strategy(mesh=ParallelDims(pipeline=2), pipeline_micro_batches=3)},
             "is no multiple of pipeline_micro_batches=3",
         ),
+        (
+            "settings",
+            {"devices": 2, "strategy": FSDP2Strategy(mesh=ParallelDims(tensor=2)), "callbacks": [SampleText()]},
+            "SampleText: tensor, context and pipeline ranks (mesh) share rows",
+        ),
+        ("settings", {"callbacks": [BatchSizeWarmup({0: 1, 9: 4})]}, "the last stage must be the recipe's batch, 1"),
+        ("settings", {"callbacks": [SpikeRollback()], "log_every_n_steps": 0}, "trainer.log_every_n_steps=0: SpikeR"),
         ("schedule", {"max_steps": 2}, "warmup_steps=2"),
         ("libraries", {"model": module(compile_blocks=True)}, "torch.compile needs a C++ compiler on a CPU"),
         ("devices", {"devices": 1000}, "trainer.devices=1000: so many processes on this CPU: give at most"),
@@ -170,6 +186,11 @@ def test_a_fault_is_named_by_its_check_alone(folder, monkeypatch, name, options,
     results = found(folder, checks=only(name, "folders"), **options)
     assert failed(results) == [name]
     assert words in results[name].line
+
+
+def test_callbacks_that_fit_together_pass_by_their_own_checks(folder):
+    callbacks = [StepGuard(), SpikeRollback(), EMA(), ExactResume(), GradNormMonitor(), SafeCheckpoint(), SampleText()]
+    assert not failed(found(folder, checks=only("settings"), callbacks=callbacks))
 
 
 def test_ids_are_compared_with_the_models_vocabulary_and_validation_data_are_asked_for(folder):

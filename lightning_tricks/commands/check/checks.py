@@ -130,7 +130,9 @@ class Checked:
         setup = self.setup
         accelerator = SimpleNamespace() if self.on_gpu else pl.accelerators.CPUAccelerator()
         return SimpleNamespace(
-            strategy=SimpleNamespace() if isinstance(setup.strategy, str) else setup.strategy,
+            strategy=SimpleNamespace(handles_gradient_accumulation=False)
+            if isinstance(setup.strategy, str)
+            else setup.strategy,
             precision_plugin=setup.plugin,
             accelerator=accelerator,
             lightning_module=self.module,
@@ -143,6 +145,10 @@ class Checked:
             max_epochs=self.trainer.get("max_epochs"),
             gradient_clip_val=self.trainer.get("gradient_clip_val"),
             gradient_clip_algorithm=self.trainer.get("gradient_clip_algorithm"),
+            log_every_n_steps=50 if (every := self.trainer.get("log_every_n_steps")) is None else every,
+            reload_dataloaders_every_n_epochs=self.trainer.get("reload_dataloaders_every_n_epochs"),
+            checkpoint_callbacks=savers_of(self.trainer),
+            optimizers=[],  # not made yet
             fast_dev_run=True,  # the length of the run is the business of the check of the schedule
         )
 
@@ -175,9 +181,13 @@ def _parameters(setup: RunSetup) -> tuple[int, int]:
 
 
 def settings(checked: Checked) -> str | Note:
-    """The checks that module, strategy and precision bring for themselves, which `fit` makes too."""
+    """The checks that module, strategy, precision and callbacks bring for themselves, which `fit` makes too."""
     parts = (checked.setup.strategy, checked.setup.plugin, checked.module)
-    return _own_checks(checked, [part for part in parts if hasattr(part, "check_run")], "optimizer and sizes")
+    found = _own_checks(checked, [part for part in parts if hasattr(part, "check_run")], "optimizer and sizes")
+    for callback in listed(checked.trainer, "callbacks"):
+        if hasattr(callback, "check_run"):
+            _own_checks(checked, [callback], "")
+    return found
 
 
 def _own_checks(checked: Checked, parts: Sequence[Any], words: str) -> str | Note:

@@ -96,15 +96,19 @@ class ExactResume(pl.Callback):
         self._has_trained = False  # a batch, in this fit
         self._random_to_set = False
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Follow each training loader that Lightning has processed; hold each ModelCheckpoint back."""
-        if stage != "fit":
-            return
-        if every := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse loaders that are made anew, before any process is started."""
+        if stage == "fit" and (every := trainer.reload_dataloaders_every_n_epochs):
             raise UsageError(
                 f"reload_dataloaders_every_n_epochs={every}: ExactResume goes on in the loaders that it began with; "
                 "set it to 0, and let a sampler's set_epoch(epoch) change the data"
             )
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Follow each training loader that Lightning has processed; hold each ModelCheckpoint back."""
+        self.check_run(trainer, None, stage)
+        if stage != "fit":
+            return
         self._trainer = trainer
         self._reset()
         process = trainer.strategy.process_dataloader
