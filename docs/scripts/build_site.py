@@ -204,10 +204,11 @@ def parts(nav: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """The sections of a navigation with their pages; what is in a section below one stands for itself."""
     for section_ in nav:
         ((name, entries),) = section_.items()
-        yield name, [entry for entry in entries if isinstance(entry, str)]
+        named = [next(iter(entry.values())) if isinstance(entry, dict) else entry for entry in entries]
+        yield name, [entry for entry in named if isinstance(entry, str)]
         for below in entries:
-            if isinstance(below, dict):
-                ((inner, pages_),) = below.items()
+            ((inner, pages_),) = below.items() if isinstance(below, dict) else [("", "")]
+            if not isinstance(pages_, str):
                 # what a reader in a hurry leaves out, by llmstxt.org
                 yield "Optional" if inner == "Project" else inner, list(pages_of(pages_))
 
