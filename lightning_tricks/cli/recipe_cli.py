@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from jsonargparse import Namespace, class_from_function
 
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
 from lightning_tricks._core.quote import say
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.exit import end_within
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
@@ -188,6 +190,11 @@ class RecipeCLI(lightning_cli.LightningCLI):
             rank_zero_info(line)
         if self._change is not None:
             self._change.change(config)
+
+    def _set_seed(self) -> None:
+        """Lightning's, of which `fit` alone says the seed."""
+        with replaced(lightning_cli, "seed_everything", partial(pl.seed_everything, verbose=self.subcommand == "fit")):
+            super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._core.suggest import did_you_mean
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.terminal import terminal_columns, width, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import check_files, json_text, write_answers
 from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
@@ -23,6 +23,8 @@ _HEADS = {  # in the printed table; JSON has the columns' own names
     "bits_per_byte": "bits/byte",
     "best_bits_per_byte": "best bits",
 }
+
+_LOWEST_IS_BEST = ("best_val_loss", "best_bits_per_byte")
 
 
 class Table:
@@ -77,13 +79,21 @@ class Table:
                 cells[name] = [printable(head), *column]
         room, kept = columns + 2, set()
         for name in dict.fromkeys(["name", self._sort, "state", *cells]):
-            width = max(map(len, cells.get(name, ()))) + 2 if name in cells else room + 1
-            if width <= room:
+            columns_of_it = max(map(width, cells[name])) + 2 if name in cells else room + 1
+            if columns_of_it <= room:
                 kept.add(name)
-                room -= width
-        table = zip(*(cells[name] for name in cells if name in kept), strict=True)
-        left = [at for at, name in enumerate(name for name in cells if name in kept) if name in ("name", "state")]
-        lines = lines_of([*table], left)
+                room -= columns_of_it
+        names = [name for name in cells if name in kept]
+        left = [at for at, name in enumerate(names) if name in ("name", "state")]
+
+        def style(row: int, column: int) -> str | None:
+            name = names[column]
+            if not row or name not in _LOWEST_IS_BEST:
+                return "bold" if not row else "cyan" if name in self.settings else None
+            values = [value for run in self.runs if _is_known(value := self._value(run, name))]
+            return "green" if self._value(self.runs[row - 1], name) == min(values) else None
+
+        lines = lines_of([*zip(*(cells[name] for name in names), strict=True)], left, style)
         if dropped := [cells[name][0] for name in cells if name not in kept]:
             lines += ["", wrapped(f"no room for: {', '.join(dropped)} (--json has all)", columns, 2)]
         return "\n".join(lines)

@@ -160,7 +160,7 @@ def _unique(curves: Sequence[Line]) -> list[str]:
 def _below(plans: Sequence[NamedPlan], more_curves: int) -> list[str]:
     plan = plans[0].plan
     heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
-    rows = lines_of([heads, *map(_row, plan.phases)])
+    rows = lines_of([heads, *map(_row, plan.phases)], style=lambda row, column: None if row else "bold")
     if more_curves > 0:
         rows.insert(0, f"{more_curves} more curves are not drawn")
     for other in plans[1:]:
