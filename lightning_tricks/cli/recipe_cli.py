@@ -24,6 +24,7 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.exit import end_within
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.objects import folder_of_run
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
@@ -40,6 +41,8 @@ from lightning_tricks.cli.fit_options import (
 )
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
+    CLASS_BASES,
+    PACKAGE_ORDER,
     RecipeParser,
     join_negative_numbers,
     known_names_first,
@@ -48,6 +51,7 @@ from lightning_tricks.cli.recipe_parser import (
 )
 from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
+from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption import Preempted
@@ -168,6 +172,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if subcommand == "validate":
             text = "a file, folder or glob of text to evaluate whole, in place of the recipe's validation data"
             parser.add_argument("--text", type=str | None, default=None, help=text)
+        if subcommand in ("validate", "test"):
+            text = "write the figures as JSON to this file, - for standard output"
+            parser.add_argument("--json", type=str | None, default=None, help=text)
         return parser
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -272,11 +279,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's, and what to do after a stop."""
+        trainer: Any = self.trainer
+        given = self.config_init[subcommand]
         try:
-            with warnings.catch_warnings():  # `RunFolder.choose` adds a filter
+            file = self._change.json if self._change else given.get("json") if self._needs is None else None
+            with warnings.catch_warnings(), check_json(subcommand, file):  # `RunFolder.choose` adds a filter
                 super()._run_subcommand(subcommand)
+            if file is not None and trainer.is_global_zero:
+                figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+                run = {"checkpoint": given["ckpt_path"], "step": trainer.global_step, "folder": folder_of_run(trainer)}
+                write_json(file, run | {"metrics": figures})
         except Preempted as stop:
-            trainer: Any = self.trainer
             if trainer.is_global_zero and stop.checkpoint:
                 say(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
@@ -342,6 +355,16 @@ class RecipeCLI(lightning_cli.LightningCLI):
         say("", *next_steps(trainer, self._options()))
 
 
+class _ParserOnly(RecipeCLI):
+    """Makes the parser of the command line, and reads no recipe."""
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        self.config, self.parser = Namespace(subcommand=None, seed_everything=False), self._parser("fit")
+
+    def instantiate_classes(self) -> None:
+        pass
+
+
 class _Untrained(RecipeCLI):
     """Builds a recipe's module and data, but no Trainer: the recipe's devices need not exist here."""
 
@@ -392,6 +415,9 @@ def main(args: list[str]) -> None:
     ):
         warnings.filterwarnings("ignore", message=noise)  # nothing that a user could mend
     given, change = list(args), None
+    if args[0] == "config-schema":
+        COMMANDS[args[0]].load().run(args[1:], lambda: _ParserOnly(args=["fit"]), CLASS_BASES, PACKAGE_ORDER)
+        return
     if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])
         given = ["fit", *recipe]

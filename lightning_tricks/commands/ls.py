@@ -4,13 +4,13 @@ import sys
 
 from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser, recipes_folder
-from lightning_tricks.commands.answers import check_files, json_text, write_answers
+from lightning_tricks.commands.answers import add_json, check_files, json_text, write_answers
 
 
 def run(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""
     parser = CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.")
-    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
+    add_json(parser)
     options = parser.parse_args(args)
     check_files("ls", options)
     titles = {}

@@ -21,8 +21,8 @@ __all__ = ["SampleText"]
 class SampleText(pl.Callback):
     """Print continuations of a few prompts at validations, and show them in TensorBoard. Never changes training.
 
-    Of a fit, these are the first validation in each tenth of its steps after the first tenth, and one at its last step;
-    each validation where the length of the run is not known. A resumed run has the same ones.
+    Of a fit, these are the first in each tenth of its steps but the first tenth, and one at its last step; all of them
+    where its length is not known.
     Takes any module whose `forward(input_ids)` maps token ids (batch, length) to the logits of each next token, as a
     tensor (batch, length, vocabulary) or as an object with `logits`, as transformers' models do. The tokenizer is the
     attribute `tokenizer` of the data module or of the module, of the library `tokenizers` or `transformers`. Every
@@ -62,6 +62,7 @@ class SampleText(pl.Callback):
         self.sampling = Sampling(temperature, top_k, top_p)
         self._texts: list[str] = []
         self._latest = 0  # optimizer step of the latest samples
+        self._total: int | None = None  # optimizer steps of the run
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse ranks that share rows, before any process is started."""
@@ -69,8 +70,8 @@ class SampleText(pl.Callback):
             refuse_shared_rows(trainer, "SampleText", "generate")
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Forget an earlier fit; a checkpoint is loaded later."""
-        self._latest = 0
+        """Forget an earlier run; a checkpoint is loaded later."""
+        self._latest, self._total = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """For a resumed run."""
@@ -92,8 +93,10 @@ class SampleText(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the samples, within the time that belongs to validation."""
-        if trainer.sanity_checking or not self._is_due(trainer):
+        step, total, latest = trainer.global_step, self._total, self._latest
+        if trainer.sanity_checking or (total and step < total and 10 * step // total <= 10 * latest // total):
             return
+        self._latest = step
         model, prompts = self._model_and_prompts(trainer, pl_module)
         broken = []
 
@@ -108,15 +111,6 @@ class SampleText(pl.Callback):
         self._texts = [_text_of(model, ids) for ids in ended]
         if torch.stack(broken).any():
             self._texts = [" (the model's logits are NaN)"] * len(prompts)
-
-    def _is_due(self, trainer: Any) -> bool:
-        if trainer.state.fn != "fit":
-            return True
-        step, total, latest = trainer.global_step, self._total, self._latest
-        if total and step < total and 10 * step // total <= 10 * latest // total:
-            return False
-        self._latest = step
-        return True
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print them, and give them to TensorBoard."""

@@ -10,8 +10,6 @@ from lightning_tricks._core.quote import printable
 from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands.answers import check_json, write_json
 
-_STYLES = {"✓": "green", "ok": "green", "✗": "red", "!!": "red"}
-
 
 def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, json: str | None = None) -> None:
     """Check a recipe before its launch: what it builds, its data, its layout on the whole cluster, this machine.
@@ -38,7 +36,8 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
     def show(line: str) -> None:
         if json != "-":
             sign, blank, text = wrapped(printable(line), terminal_columns(sys.maxsize), 13).partition(" ")
-            print(colored(sign, _STYLES.get(sign)) + blank + text, flush=True)
+            style = {"✓": "green", "ok": "green", "✗": "red", "!!": "red"}.get(sign)
+            print(colored(sign, style) + blank + text, flush=True)
 
     results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), show)
     show(summary(results))
