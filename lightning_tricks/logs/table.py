@@ -14,6 +14,7 @@ _UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
 TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
 
 Table = list[list[str]]  # rows of cells; the first row has the heads
+Style = Callable[[int, int], str | None]  # of the cell in a row and column, see `colored`
 
 
 def setting_text(value: Any) -> str:
@@ -26,11 +27,7 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def lines_of(
-    table: Sequence[Sequence[str]],
-    left: Collection[int] = (0,),
-    style: Callable[[int, int], str | None] = lambda row, column: None,
-) -> list[str]:
+def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,), style: Style = lambda *_: None) -> list[str]:
     """The rows of a table as lines; columns in `left` begin at the left, `style` tells the colour of a cell."""
     table = [[printable(cell) for cell in row] for row in table]  # of names that are not ours
     widths = [max(width(row[column]) for row in table) for column in range(len(table[0]))]
