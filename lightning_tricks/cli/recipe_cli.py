@@ -41,8 +41,6 @@ from lightning_tricks.cli.fit_options import (
 )
 from lightning_tricks.cli.next_steps import go_on, next_steps, program
 from lightning_tricks.cli.recipe_parser import (
-    CLASS_BASES,
-    PACKAGE_ORDER,
     RecipeParser,
     join_negative_numbers,
     known_names_first,
@@ -355,16 +353,6 @@ class RecipeCLI(lightning_cli.LightningCLI):
         say("", *next_steps(trainer, self._options()))
 
 
-class _ParserOnly(RecipeCLI):
-    """Makes the parser of the command line, and reads no recipe."""
-
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        self.config, self.parser = Namespace(subcommand=None, seed_everything=False), self._parser("fit")
-
-    def instantiate_classes(self) -> None:
-        pass
-
-
 class _Untrained(RecipeCLI):
     """Builds a recipe's module and data, but no Trainer: the recipe's devices need not exist here."""
 
@@ -416,7 +404,7 @@ def main(args: list[str]) -> None:
         warnings.filterwarnings("ignore", message=noise)  # nothing that a user could mend
     given, change = list(args), None
     if args[0] == "config-schema":
-        COMMANDS[args[0]].load().run(args[1:], lambda: _ParserOnly(args=["fit"]), CLASS_BASES, PACKAGE_ORDER)
+        importlib.import_module("lightning_tricks.cli.config_schema").run(args[1:])
         return
     if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])

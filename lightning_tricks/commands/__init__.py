@@ -8,7 +8,7 @@ A command is a module or folder here, and has a function `run`, which is given b
   defaults from the signature, their help from the docstring.
 - "a Trainer": the same with a Trainer of one process on this machine; the option `ckpt_path`, if it has one, is a
   checkpoint that can be opened.
-- "the parser": `run(args, cli, bases, packages)`: `cli().parser` is that of `fit`, the others are of short names.
+- "the parser": it stands in `cli`, which has the parser of recipes.
 - "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
 """
 
@@ -113,7 +113,7 @@ _TABLE = (
     Command("completion", 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or '
             "~/.zshrc", "nothing", (), "completion"),
     Command("config-schema", "a JSON schema of recipes, with which an editor completes and checks them: --json FILE",
-            "the parser", ("schema", "json-schema"), "config_schema"),
+            "the parser", ("schema", "json-schema")),
     Command("consolidate", "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
             "nothing", (), "consolidate"),
     Command("coordinate-check", "do activations keep their size at widths 64 to 1024? Flat with muP",

@@ -68,6 +68,8 @@ OPTIMIZER = {"class_path": "AdamW", "init_args": {"lr": 1e-3}}
         ("model.init_args.optimizer", {"class_path": "AdamW", "init_args": {"learning_rate": 1e-3}}, False),
         ("model.init_args.optimizer", {"class_path": "torch.optim.AdamW", "init_args": {"lrr": 1}}, False),
         ("model.init_args.optimizer", {"class_path": "my.package.AdamW", "init_args": {"learning_rate": 1e-3}}, True),
+        ("model.init_args.schedule", {"class_path": "WSD", "init_args": {"warmup_steps": 3}}, True),
+        ("model.init_args.schedule", {"class_path": "WSD", "init_args": {"warmup_step": 3}}, False),
         ("model.init_args.decoder", {"class_path": "Lama", "init_args": {}}, False),
         ("model.init_args.decoder.init_args.n_layer", 3, False),
         ("data.init_args.seq_length", 3, False),

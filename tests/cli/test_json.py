@@ -22,10 +22,10 @@ WITHOUT = {  # they write files, or print text that is no fact
 def test_each_command_that_prints_facts_takes_json(capsys):
     lacking = set()
     for name, command in COMMANDS.items():
-        if command.needs in ("nothing", "a fit", "the parser"):
+        if command.needs in ("nothing", "a fit"):
             for words in ([name, "diff"], [name, "check"]) if name == "ledger" else [[name]]:
                 with suppress(SystemExit):
-                    command.load().run([*words[1:], "--help"], *[None] * 3 * (command.needs == "the parser"))
+                    command.load().run([*words[1:], "--help"])
                 if "--json FILE" not in capsys.readouterr().out:
                     lacking.add(name)
         elif command.module and "json" not in inspect.signature(command.load().run).parameters:
