@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import branching_run as small
 import pytest
@@ -11,6 +13,7 @@ from cli.parsers import one_parser  # noqa: F401, a fixture
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import COMMANDS, verify_resume
+from lightning_tricks.commands import eval as eval_command
 from lightning_tricks.logs.ledger_diff import compare
 from lightning_tricks.logs.ledger_file import read_ledger
 
@@ -103,3 +106,23 @@ def test_what_a_verified_resume_shows(folder, capsys, monkeypatch):
     assert (code, found["equal"], found["steps"], found["steps_before_kill"]) == (1, False, 8, 4)
     assert found["first_difference"] == [*diff.first()]
     assert "verify-resume: " in err
+
+
+def test_scores_of_an_evaluation_without_lm_eval_itself(capsys, monkeypatch):
+    results = {"results": {"text": {"acc,none": 0.5, "stderr": float("nan"), "at": object}}}
+    utils = SimpleNamespace(handle_non_serializable=str, make_table=lambda found: "a table")
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", utils)
+    fake = SimpleNamespace(Tasks=lambda *_: None, evaluate=lambda *_, **__: dict(results))
+    model = SimpleNamespace(config=SimpleNamespace(max_seq_len=8), tokenizer=None, eot_id=None)
+    for name, value in {
+        "harness": lambda: fake,
+        "trained_model": lambda *_: ("run.ckpt", model, model, "cpu"),
+        "TextModel": lambda *_: None,
+        "version": lambda _: "1.0",
+    }.items():
+        monkeypatch.setattr(eval_command, name, value)
+    found, code, err = facts(capsys, "eval", "--ckpt_path", "run.ckpt", "--tasks", "text")
+    assert (code, found["config"]["checkpoint"], found["lm_eval_version"]) == (0, "run.ckpt", "1.0")
+    assert found["results"]["text"] == {"acc,none": 0.5, "stderr": None, "at": str(object)}
+    assert err == "a table\n"
