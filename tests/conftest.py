@@ -16,7 +16,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.pop("COLUMNS", None)  # of a shell, or of pytest-xdist's workers: tests say how wide a terminal is
+# of a shell, of pytest-xdist's workers or of a CI: tests say how wide a terminal is, and whether it shows colours
+os.environ.pop("COLUMNS", None)
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("NO_COLOR", None)
 
 import pytest
 from harness import preloaded

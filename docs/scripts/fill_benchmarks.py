@@ -115,7 +115,7 @@ def commands(_: Any) -> dict[str, str]:
     """The commands, as their registry has them."""
     from lightning_tricks.commands import COMMANDS
 
-    recipe = {name: "" if command.needs == "nothing" else "yes" for name, command in COMMANDS.items()}
+    recipe = {name: "" if command.needs in ("nothing", "the parser") else "yes" for name, command in COMMANDS.items()}
     rows = [f"| `{name}` | {recipe[name]} | {command.help} |" for name, command in COMMANDS.items()]
     return {"commands": "\n".join(["| command | on a recipe | |", "|---|---|---|", *rows])}
 

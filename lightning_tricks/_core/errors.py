@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, get_args
 
-from lightning_tricks._core.quote import error_line, say
+from lightning_tricks._core.quote import error_line
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.terminal import ERASE_LINE, colored
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13
@@ -62,7 +63,7 @@ def one_line_and_exit() -> Iterator[None]:
             raise
         _flush()
     except UsageError as error:
-        say(error_line(f"error: {error}"), file=sys.stderr)
+        _say("error:", "red", error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -74,7 +75,7 @@ def one_line_and_exit() -> Iterator[None]:
     except OSError as error:
         if (line := disk_full_line(error)) is None:
             raise
-        say(error_line(f"error: {line}"), file=sys.stderr)
+        _say("error:", "red", line)
         sys.exit(2)
 
 
@@ -87,10 +88,15 @@ def _in_one_line(show: Callable[..., None]) -> Callable[..., None]:
             return
         with suppress(OSError):  # as Python does: a warning that cannot be written ends no run
             if sys.stderr.isatty():
-                sys.stderr.write("\r\x1b[2K")  # over the progress line, which is drawn again
-            say(*f"warning: {message}".split("\n"), file=sys.stderr)
+                sys.stderr.write(ERASE_LINE)  # over the progress line, which is drawn again
+            _say("warning:", "yellow", *str(message).split("\n"))
 
     return shown
+
+
+def _say(word: str, style: str, *lines: object) -> None:
+    first, *more = map(error_line, lines)
+    print(f"{colored(word, style, sys.stderr)} {first}", *more, sep="\n", file=sys.stderr or sys.stdout, flush=True)
 
 
 def disk_full_line(error: BaseException) -> str | None:

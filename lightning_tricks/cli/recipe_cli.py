@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from jsonargparse import Namespace, class_from_function
 
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
 from lightning_tricks._core.quote import say
+from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.exit import end_within
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
+from lightning_tricks._trainer.objects import folder_of_run
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
@@ -48,6 +51,7 @@ from lightning_tricks.cli.recipe_parser import (
 )
 from lightning_tricks.cli.run_folder import RunFolder, SaveRecipe, check_folders, expand_save_dirs
 from lightning_tricks.commands import COMMANDS, FitChange, Needs, Recipe
+from lightning_tricks.commands.answers import check_json, write_json
 from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.guards.preemption import Preempted
@@ -169,6 +173,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if subcommand == "validate":
             text = "a file, folder or glob of text to evaluate whole, in place of the recipe's validation data"
             parser.add_argument("--text", type=str | None, default=None, help=text)
+        if subcommand in ("validate", "test"):
+            text = "write the figures as JSON to this file, - for standard output"
+            parser.add_argument("--json", type=str | None, default=None, help=text)
         return parser
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
@@ -191,6 +198,11 @@ class RecipeCLI(lightning_cli.LightningCLI):
             rank_zero_info(line)
         if self._change is not None:
             self._change.change(config)
+
+    def _set_seed(self) -> None:
+        """Lightning's, of which `fit` alone says the seed."""
+        with replaced(lightning_cli, "seed_everything", partial(pl.seed_everything, verbose=self.subcommand == "fit")):
+            super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
         """Leave the recipe alone: LightningCLI would let a checkpoint's hyper-parameters override it silently."""
@@ -268,11 +280,17 @@ class RecipeCLI(lightning_cli.LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's, and what to do after a stop."""
+        trainer: Any = self.trainer
+        given = self.config_init[subcommand]
         try:
-            with warnings.catch_warnings():  # `RunFolder.choose` adds a filter
+            file = self._change.json if self._change else given.get("json") if self._needs is None else None
+            with warnings.catch_warnings(), check_json(subcommand, file):  # `RunFolder.choose` adds a filter
                 super()._run_subcommand(subcommand)
+            if file is not None and trainer.is_global_zero:
+                figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+                run = {"checkpoint": given["ckpt_path"], "step": trainer.global_step, "folder": folder_of_run(trainer)}
+                write_json(file, run | {"metrics": figures})
         except Preempted as stop:
-            trainer: Any = self.trainer
             if trainer.is_global_zero and stop.checkpoint:
                 say(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
             raise
@@ -388,6 +406,9 @@ def main(args: list[str]) -> None:
     ):
         warnings.filterwarnings("ignore", message=noise)  # nothing that a user could mend
     given, change = list(args), None
+    if args[0] == "config-schema":
+        importlib.import_module("lightning_tricks.cli.config_schema").run(args[1:])
+        return
     if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])
         given = ["fit", *recipe]

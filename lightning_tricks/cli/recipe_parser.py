@@ -50,7 +50,7 @@ _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-\.?(inf|nan)", re.IG
 
 
 # The bases of the classes that a recipe may name shortly.
-_BASES: tuple[type, ...] = (
+CLASS_BASES: tuple[type, ...] = (
     pl.LightningModule, pl.LightningDataModule, torch.optim.Optimizer, Schedule, DecoderConfig, pl.Callback,
     pl.loggers.Logger, pl.strategies.Strategy, pl.plugins.Precision,
 )  # fmt: skip
@@ -168,7 +168,7 @@ def join_negative_numbers(args: Sequence[str]) -> list[str]:
 
 def nameable_classes() -> dict[str, list[str]]:
     """Every class that a recipe may name shortly, with its parameters' names."""
-    found = [cls for base in _BASES for cls in subclasses(base)]
+    found = [cls for base in CLASS_BASES for cls in subclasses(base)]
     known = {package: number for number, package in enumerate(reversed(PACKAGE_ORDER), 1)}
     found.sort(key=lambda cls: known.get(cls.__module__.partition(".")[0], 0))  # of two with one name the last counts
     return {cls.__name__: _parameters(cls) for cls in found}

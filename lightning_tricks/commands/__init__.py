@@ -8,6 +8,7 @@ A command is a module or folder here, and has a function `run`, which is given b
   defaults from the signature, their help from the docstring.
 - "a Trainer": the same with a Trainer of one process on this machine; the option `ckpt_path`, if it has one, is a
   checkpoint that can be opened.
+- "the parser": it stands in `cli`, which has the parser of recipes.
 - "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
 """
 
@@ -22,7 +23,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.suggest import did_you_mean
 
-Needs = Literal["nothing", "a recipe", "a Trainer", "a fit"]
+Needs = Literal["nothing", "a recipe", "a Trainer", "a fit", "the parser"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class FitChange(Protocol):
-    """What makes a `fit` another command. The run gets a folder of its own."""
+    """What makes a `fit` another command. The run gets a folder of its own. `json`: file for its figures, or None."""
+
+    json: str | None
 
     def change(self, config: Any) -> None:
         """Change the parsed recipe, before its objects are built."""
@@ -109,6 +112,8 @@ _TABLE = (
             "nothing", ("diff", "versus", "significance"), "compare"),
     Command("completion", 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or '
             "~/.zshrc", "nothing", (), "completion"),
+    Command("config-schema", "a JSON schema of recipes, with which an editor completes and checks them: --json FILE",
+            "the parser", ("schema", "json-schema")),
     Command("consolidate", "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
             "nothing", (), "consolidate"),
     Command("coordinate-check", "do activations keep their size at widths 64 to 1024? Flat with muP",

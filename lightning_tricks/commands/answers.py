@@ -5,6 +5,7 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def add_answers(parser: ArgumentParser) -> None:
         "--names", nargs="+", default=[], metavar="ROLE=NAME", help="of metrics, such as loss=my/loss val_loss=my/val"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with tables and plots")
-    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
+    add_json(parser)
 
 
 def names_of(command: str, options: Namespace) -> dict[str, str]:
@@ -58,10 +59,19 @@ def json_text(value: Any) -> str:
     return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
 
 
-def check_json(command: str, file: str | None) -> None:
-    """Refuse the file of an option `json` that cannot be written, before the command has worked for it."""
+def check_json(command: str, file: str | None) -> AbstractContextManager[Any]:
+    """Refuse the file of an option `json` that cannot be written, before the command has worked for it.
+
+    With `-`, what is printed inside the `with` that it gives goes to the error output: standard output has JSON alone.
+    """
     if file not in (None, "-"):
         check_file(f"{command}: json", file)
+    return redirect_stdout(sys.stderr) if file == "-" else nullcontext()
+
+
+def add_json(parser: ArgumentParser) -> None:
+    """Add the option `json`."""
+    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
 
 
 def write_json(file: str | None, value: Any) -> None:

@@ -20,6 +20,7 @@ from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, chec
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
@@ -100,9 +101,10 @@ def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
 class Branch:
     """The change of `fit` into a branch: the recipe with another end, in a folder of its own."""
 
-    def __init__(self, ckpt_path: str, decay_steps: int) -> None:
+    def __init__(self, ckpt_path: str, decay_steps: int, json: str | None = None) -> None:
         self.ckpt_path = ckpt_path
         self.decay_steps = decay_steps
+        self.json = json
         self.start = 0
 
     def change(self, config: Any) -> None:
@@ -179,6 +181,7 @@ def run(args: list[str]) -> tuple[list[str], Branch]:
     )
     parser.add_argument("--ckpt_path", metavar="FILE", help="file, or folder of shards")
     parser.add_argument("--decay_steps", type=int, metavar="N", help="length of the decay in optimizer steps")
+    add_json(parser)
     options, recipe = parser.parse_known_args(args)
     path, steps = options.ckpt_path, options.decay_steps
     if not path or path in ("none", "last", "best", "hpc"):
@@ -195,4 +198,4 @@ def run(args: list[str]) -> tuple[list[str], Branch]:
             raise UsageError(
                 f"branch: {found[1]} follows from the checkpoint and --decay_steps: leave it out of the command line"
             )
-    return recipe, Branch(path, steps)
+    return recipe, Branch(path, steps, options.json)

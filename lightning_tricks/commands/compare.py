@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
+from lightning_tricks._core.terminal import shows_color
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs import page as html
@@ -320,7 +321,7 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
             y_max=high,
             x_gridlines=[],
             character_set="ascii",
-            color=table.shows_color(),
+            color=shows_color(),
         )
     except UsageError as error:
         return [str(error)]

@@ -237,12 +237,12 @@ def run(
         steps: optimizer steps.
         seeds: models at each width.
         tolerance: largest slope of a flat layer.
-        json: file for all figures.
+        json: file for all figures, - for standard output.
 
     Raises:
         UsageError: no LanguageModel or no data; a width that its heads do not fit; see `coordinate_check`.
     """
-    check_json("coordinate-check", json)
+    json_alone = check_json("coordinate-check", json)
     if not isinstance(model, LanguageModel):
         raise UsageError(
             f"coordinate-check: model={type(model).__name__} is no LanguageModel, whose width a recipe gives: call "
@@ -262,7 +262,8 @@ def run(
         return _trial(model, shapes[width], seed, device or torch.device("cpu"))
 
     report = coordinate_check(build, _batches(datamodule, steps), shapes, seeds, tolerance)
-    print(report)
+    with json_alone:
+        print(report)
     figures = {name: [sizes._asdict() for sizes in layer] for name, layer in report.layers.items()}
     write_json(json, {"widths": report.widths, "steps": report.steps, "layers": figures})
     sys.exit(1 if report.failed else 0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs.finding import MIN_POINTS, Finding
@@ -27,6 +27,7 @@ NEEDED_BY = {  # what is not looked for where a metric is missing
     "data_share": "waits for data (GoodputMonitor)",
 }
 _LEGEND = "<p>In each plot: dashed lines, the steps of the finding; red bands, NaN or infinity.</p>"
+_STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
 _LONGEST = 300  # characters of a printed line
 
 
@@ -107,10 +108,11 @@ class Report:
 
     def text(self, columns: int = sys.maxsize) -> str:
         """The report for a terminal of so many columns."""
-        lines = [*self._head()]
+        head, *lines = map(printable, self._head())
         for number, finding in enumerate(self.found, 1):
-            lines += [f"{number}. {self._title(finding)}", *(f"   {name}: {t}" for name, t in self._rows(finding))]
-        return wrapped("\n".join(map(printable, [*lines, *self._end()])), columns, 5)
+            lines.append(f"{number}. {colored(self._title(finding), _STYLES[finding.severity])}")
+            lines += [printable(f"   {name}: {text}") for name, text in self._rows(finding)]
+        return wrapped("\n".join([colored(head, "bold"), *lines, *map(printable, self._end())]), columns, 5)
 
     def record(self) -> dict[str, Any]:
         """The report for JSON."""

@@ -3,13 +3,11 @@
 import argparse
 import json
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.quote import say
-from lightning_tricks._host.writable import check_folder
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json, check_json, write_json
 from lightning_tricks.commands.generate import trained_model
 from lightning_tricks.outputs._text_model import TextModel
 from lightning_tricks.outputs.lm_eval import harness
@@ -18,6 +16,12 @@ from lightning_tricks.outputs.lm_eval import harness
 def run(args: list[str]) -> None:
     """Print lm_eval's table of the tasks, and write its results if a file is named."""
     options = _parse(args)
+    with check_json("eval", options.json):
+        results = _results(options)
+    write_json(options.json, results)
+
+
+def _results(options: argparse.Namespace) -> dict[str, Any]:
     lm_eval_model = harness()
     tasks = lm_eval_model.Tasks(options.tasks, options.include_path, options.num_fewshot)
     path, decoder, saved, device = trained_model(options.ckpt_path, options.average)
@@ -30,12 +34,10 @@ def run(args: list[str]) -> None:
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    if options.output is not None:
-        names = ("average", "num_fewshot", "limit", "batch_size", "max_length")
-        results["config"] = {"checkpoint": str(path), **{name: getattr(options, name) for name in names}}
-        results["lm_eval_version"] = version("lm_eval")
-        options.output.write_text(json.dumps(results, indent=1, default=handle_non_serializable) + "\n", "utf-8")
-        say(options.output)
+    names = ("average", "num_fewshot", "limit", "batch_size", "max_length")
+    results["config"] = {"checkpoint": str(path), **{name: getattr(options, name) for name in names}}
+    results["lm_eval_version"] = version("lm_eval")
+    return json.loads(json.dumps(results, default=handle_non_serializable))
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -56,16 +58,12 @@ def _parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=8, help="rows in a forward pass; default %(default)s")
     parser.add_argument("--max_length", type=int, help="tokens in the longest row; default: the model's")
     parser.add_argument("--no_stderr", action="store_true", help="leave out the standard errors")
-    parser.add_argument("--output", type=Path, help="file for lm_eval's results, as JSON")
+    add_json(parser)
     options = parser.parse_args(args)
     for name, above in (("batch_size", 0), ("max_length", 0), ("num_fewshot", -1), ("limit", 0)):
         value = getattr(options, name)
         if value is not None and value <= above:
             raise UsageError(f"eval: {name}={value}: give a number above {above}")
-    if options.output is not None:
-        if options.output.exists():
-            raise UsageError(f"eval: output={str(options.output)!r} exists: name another file")
-        check_folder("output", options.output.parent)
     return options
 
 

@@ -6,6 +6,7 @@ import sys
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json, check_json, write_json
 
 
 def run(args: list[str]) -> None:
@@ -30,18 +31,25 @@ def run(args: list[str]) -> None:
     )
     checked = commands.add_parser("check", help="whether lines were changed or lost, and whether repeated steps agree")
     checked.add_argument("one", metavar="A")
+    add_json(diff)
+    add_json(checked)
     options = parser.parse_args(args)
+    json_alone = check_json("ledger", options.json)
     if options.command == "check":
         said, problems = check(read_ledger(options.one))
-        say(*said, *problems)
+        with json_alone:
+            say(*said, *problems)
+        write_json(options.json, {"whole": not problems, "problems": problems, "notes": said})
         sys.exit(bool(problems))
     if not 0 <= options.tolerance < math.inf:
         raise UsageError(f"ledger: tolerance={options.tolerance}: give a relative difference, 0 or more")
     ledgers = {"A": read_ledger(options.one), "B": read_ledger(options.other)}
     found = compare(ledgers["A"], ledgers["B"], options.tolerance)
-    for name, ledger in ledgers.items():
-        say(f"{name}: {summary(ledger)}")
-        if ledger.broken:
-            say(f"{name}: line {ledger.broken[0]} does not follow from the line before it: see `ledger check`")
-    say(*found.lines())
+    with json_alone:
+        for name, ledger in ledgers.items():
+            say(f"{name}: {summary(ledger)}")
+            if ledger.broken:
+                say(f"{name}: line {ledger.broken[0]} does not follow from the line before it: see `ledger check`")
+        say(*found.lines())
+    write_json(options.json, found.record())
     sys.exit(found.differs)

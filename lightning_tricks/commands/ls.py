@@ -2,15 +2,15 @@
 
 import sys
 
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser, recipes_folder
-from lightning_tricks.commands.answers import check_files, json_text, write_answers
+from lightning_tricks.commands.answers import add_json, check_files, json_text, write_answers
 
 
 def run(args: list[str]) -> None:
     """Print one line for each recipe: its name and its title."""
     parser = CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.")
-    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
+    add_json(parser)
     options = parser.parse_args(args)
     check_files("ls", options)
     titles = {}
@@ -18,7 +18,7 @@ def run(args: list[str]) -> None:
         with recipe.open(encoding="utf-8") as file:
             titles[recipe.stem] = file.readline().lstrip("#").strip()
     width = max(map(len, titles)) + 2
-    lines = "\n".join(f"{name:{width}s}{title}" for name, title in titles.items())
+    lines = "\n".join(colored(name, "bold") + f"{'':{width - len(name)}}{title}" for name, title in titles.items())
     records = [{"name": name, "title": title} for name, title in titles.items()]
     write_answers(
         options, lambda: wrapped(lines, terminal_columns(sys.maxsize), width), json=lambda: json_text(records)

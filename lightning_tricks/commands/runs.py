@@ -10,9 +10,9 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._core.suggest import did_you_mean
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.terminal import terminal_columns, width, wrapped
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.answers import check_files, json_text, write_answers
+from lightning_tricks.commands.answers import add_json, check_files, json_text, write_answers
 from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
 from lightning_tricks.logs.table import lines_of, setting_text, shortened
 
@@ -77,13 +77,21 @@ class Table:
                 cells[name] = [printable(head), *column]
         room, kept = columns + 2, set()
         for name in dict.fromkeys(["name", self._sort, "state", *cells]):
-            width = max(map(len, cells.get(name, ()))) + 2 if name in cells else room + 1
-            if width <= room:
+            columns_of_it = max(map(width, cells[name])) + 2 if name in cells else room + 1
+            if columns_of_it <= room:
                 kept.add(name)
-                room -= width
-        table = zip(*(cells[name] for name in cells if name in kept), strict=True)
-        left = [at for at, name in enumerate(name for name in cells if name in kept) if name in ("name", "state")]
-        lines = lines_of([*table], left)
+                room -= columns_of_it
+        names = [name for name in cells if name in kept]
+        left = [at for at, name in enumerate(names) if name in ("name", "state")]
+
+        def style(row: int, column: int) -> str | None:
+            name = names[column]
+            if not row or name not in ("best_val_loss", "best_bits_per_byte"):
+                return "bold" if not row else "cyan" if name in self.settings else None
+            values = [value for run in self.runs if _is_known(value := self._value(run, name))]
+            return "green" if self._value(self.runs[row - 1], name) == min(values, default=None) else None
+
+        lines = lines_of([*zip(*(cells[name] for name in names), strict=True)], left, style)
         if dropped := [cells[name][0] for name in cells if name not in kept]:
             lines += ["", wrapped(f"no room for: {', '.join(dropped)} (--json has all)", columns, 2)]
         return "\n".join(lines)
@@ -137,7 +145,7 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--val_loss", metavar="NAME", help="name of the validation loss; default: val/loss, or val_loss"
     )
-    parser.add_argument("--json", metavar="FILE", help="write JSON, - for standard output")
+    add_json(parser)
     options = parser.parse_args(args)
     check_files("runs", options)
     table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)

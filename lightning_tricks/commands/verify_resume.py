@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json, check_json, write_json
 from lightning_tricks.logs.ledger_diff import MEANINGS, LedgerDiff, compare, name_of
 from lightning_tricks.logs.ledger_file import NAME as LEDGER
 from lightning_tricks.logs.ledger_file import read_ledger
@@ -204,6 +205,7 @@ def run(args: list[str]) -> None:
         "weights of each step to the bit. Other options are those of fit.",
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps; default %(default)s")
+    add_json(parser)
     options, recipe = parser.parse_known_args(args)
     if not recipe:
         raise UsageError("verify-resume: give a recipe with --config RECIPE.yaml")
@@ -213,8 +215,11 @@ def run(args: list[str]) -> None:
         file.write_text(json.dumps(_settings(phase)), encoding="utf-8")
         return [*_program(), "fit", *recipe, "--config", str(file)]
 
-    report = compare_phases(command, options.steps)
-    print(report)
+    with check_json("verify-resume", options.json):
+        report = compare_phases(command, options.steps)
+        print(report)
+    runs = {"steps": report.steps, "steps_before_kill": report.before, "processes": report.world_size}
+    write_json(options.json, {"equal": report.equal, **runs, **report.diff.record()})
     sys.exit(0 if report.equal else 1)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -91,6 +91,11 @@ class LedgerDiff:
             yield f"  {MEANINGS[cause]}"
         else:
             yield "ledger diff: no difference" + ("" if self.all_equal else " in what was compared")
+
+    def record(self) -> dict[str, Any]:
+        """The report for JSON."""
+        of_first = {"differs": self.differs, "first_difference": self.first(), "compared_steps": len(self.steps)}
+        return of_first | {name: value for name, value in asdict(self).items() if name != "steps"}
 
     def part_lines(self) -> Iterator[str]:
         """A line for each part."""

@@ -1,12 +1,12 @@
 """Tables, figures and curves as text, for a terminal: the one printer of all that is said of logs. Imports no torch."""
 
-import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import html_text, printable
+from lightning_tricks._core.terminal import colored, width
 
 MOST_CURVES = 6  # that uniplot can draw with different letters
 LEAST_WIDTH = 20
@@ -14,6 +14,7 @@ _UNICODE = "┌─┐│└┘⣿▁"  # what uniplot draws with
 TO_ASCII = str.maketrans("┌┐└┘─│▁█", "++++-|_#")
 
 Table = list[list[str]]  # rows of cells; the first row has the heads
+Style = Callable[[int, int], str | None]  # of the cell in a row and column, see `colored`
 
 
 def setting_text(value: Any) -> str:
@@ -26,16 +27,18 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """The rows of a table as lines; columns in `left` begin at the left."""
+def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,), style: Style = lambda *_: None) -> list[str]:
+    """The rows of a table as lines; columns in `left` begin at the left, `style` tells the colour of a cell."""
     table = [[printable(cell) for cell in row] for row in table]  # of names that are not ours
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    widths = [max(width(row[column]) for row in table) for column in range(len(table[0]))]
+
+    def aligned(number: int, column: int, cell: str) -> str:
+        blanks, shown = " " * (widths[column] - width(cell)), colored(cell, style(number, column))
+        return shown + blanks if column in left else blanks + shown
+
     return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
+        "  ".join(aligned(number, column, cell) for column, cell in enumerate(row)).rstrip()
+        for number, row in enumerate(table)
     ]
 
 
@@ -95,8 +98,3 @@ def shows_unicode() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def shows_color() -> bool:
-    """Whether standard output is a terminal whose user has not switched colors off, see https://no-color.org."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

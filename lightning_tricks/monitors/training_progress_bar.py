@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_tricks._core.terminal import ERASE_LINE
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.loop import is_accumulating, logging_step
 from lightning_tricks._trainer.run_length import run_length
@@ -25,10 +26,11 @@ def hours_minutes_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{secs:02d}"
 
 
-def decimals(value: float, digits: int) -> str:
-    """Fixed decimals, or an exponent from 100,000 on and where fewer than two significant digits would be left."""
-    fixed = value == 0 or 10 ** (1 - digits) <= abs(value) < 1e5
-    return f"{value:.{digits}f}" if fixed else f"{value:.2e}"
+def decimals(value: float, most: int) -> str:
+    """Five significant digits, at most so many decimals; an exponent from 1e5 on, and where two would not be left."""
+    if value and not 10 ** (1 - most) <= abs(value) < 1e5:
+        return f"{value:.3e}"
+    return f"{value:.{min(most, 4 - math.floor(math.log10(abs(value) or 1)))}f}"
 
 
 def _loss(value: float) -> str:
@@ -102,7 +104,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
 
     def _write(self, line: str, end: str) -> None:
         if self._enabled:
-            print(("\r\x1b[2K" if self._redraw else "") + line, end=end, flush=True)
+            print((ERASE_LINE if self._redraw else "") + line, end=end, flush=True)
             self._open = not end
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

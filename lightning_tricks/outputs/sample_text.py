@@ -1,4 +1,4 @@
-"""Show text that the model writes at each validation, in the log and in TensorBoard."""
+"""Show text that the model writes at validations, in the log and in TensorBoard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks._trainer.objects import is_a
+from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.models import Sampling
 from lightning_tricks.models.generate import continue_rows
 from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows
@@ -18,8 +19,10 @@ __all__ = ["SampleText"]
 
 
 class SampleText(pl.Callback):
-    """Print continuations of a few prompts at each validation, and show them in TensorBoard. Never changes training.
+    """Print continuations of a few prompts at validations, and show them in TensorBoard. Never changes training.
 
+    Of a fit, these are the first in each tenth of its steps but the first tenth, and one at its last step; all of them
+    where its length is not known.
     Takes any module whose `forward(input_ids)` maps token ids (batch, length) to the logits of each next token, as a
     tensor (batch, length, vocabulary) or as an object with `logits`, as transformers' models do. The tokenizer is the
     attribute `tokenizer` of the data module or of the module, of the library `tokenizers` or `transformers`. Every
@@ -58,11 +61,31 @@ class SampleText(pl.Callback):
         self.prompts, self.max_new_tokens, self.seed = list(prompts), max_new_tokens, seed
         self.sampling = Sampling(temperature, top_k, top_p)
         self._texts: list[str] = []
+        self._latest = 0  # optimizer step of the latest samples
+        self._total: int | None = None  # optimizer steps of the run
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse ranks that share rows, before any process is started."""
         if stage in ("fit", "validate"):
             refuse_shared_rows(trainer, "SampleText", "generate")
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Forget an earlier run; a checkpoint is loaded later."""
+        self._latest, self._total = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resumed run."""
+        return {"latest": self._latest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `state_dict`."""
+        self._latest = state_dict["latest"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the length of the run."""
+        self._total = run_length(trainer)
+
+    on_train_epoch_start = on_train_start
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse settings with which the first validation would fail."""
@@ -70,8 +93,10 @@ class SampleText(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the samples, within the time that belongs to validation."""
-        if trainer.sanity_checking:
+        step, total, latest = trainer.global_step, self._total, self._latest
+        if trainer.sanity_checking or (total and step < total and 10 * step // total <= 10 * latest // total):
             return
+        self._latest = step
         model, prompts = self._model_and_prompts(trainer, pl_module)
         broken = []
 

@@ -126,9 +126,11 @@ def test_our_warnings_are_lines_without_a_path_and_others_keep_theirs(capsys, mo
     assert capsys.readouterr().err == "warning: a shard is missing\nand \\x1b[31manother\n"
     assert [str(message) for message, *_ in others] == ["of another library", "as Python shows it"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for name, value in {"TERM": "xterm", "NO_COLOR": ""}.items():
+        monkeypatch.setenv(name, value)
     with one_line_and_exit():
         rank_zero_warn("over the progress line")
-    assert capsys.readouterr().err == "\r\x1b[2Kwarning: over the progress line\n"
+    assert capsys.readouterr().err == "\r\x1b[2K\x1b[33mwarning:\x1b[0m over the progress line\n"
 
 
 def full(text):

@@ -9,6 +9,7 @@ from typing import Any
 import jsonargparse
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
 from cli.test_entries import MODEL
@@ -71,6 +72,17 @@ def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp
         cp.run(["llama7b", "c.yaml"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.yaml", "b.yaml", "parts"]
     assert Path("parts", parts[-1]).read_text() == "mine"
+
+
+@pytest.mark.parametrize(("command", "says"), [("schedule", False), ("show-data", False), ("fit", True)])
+def test_fit_alone_says_the_seed(command, says, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(" ".join(str(number**3) for number in range(2000)))
+    Path("small.yaml").write_text(SMALL)
+    caplog.set_level("INFO", logger="lightning.fabric.utilities.seed")
+    RecipeCLI(args=[command, "--config", "small.yaml", "--seed_everything", "7"])
+    assert torch.initial_seed() == 7
+    assert ("Seed set to 7" in caplog.messages) == says
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")

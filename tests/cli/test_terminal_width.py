@@ -1,5 +1,7 @@
 """No line of our own text is wider than the terminal."""
 
+import re
+import unicodedata
 from contextlib import suppress
 
 import pytest
@@ -24,9 +26,15 @@ WIDTHS = pytest.mark.parametrize("columns", [80, 120])
 
 
 def too_wide(capsys, columns):
-    lines = capsys.readouterr().out.splitlines()
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
     assert lines
-    return [line for line in lines if len(line) > columns]
+    return [line for line in lines if sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in line) > columns]
+
+
+@pytest.fixture(autouse=True, params=["", "1"], ids=["plain", "colour"])
+def in_colour(request, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", request.param)
+    monkeypatch.setenv("NO_COLOR", "")
 
 
 @WIDTHS
@@ -46,7 +54,7 @@ def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, request, words,
 @WIDTHS
 def test_no_line_of_a_check_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     def data(checked):
-        raise UsageError("data=here: " + "each of these words stands whole in one of the lines, " * 5)
+        raise UsageError("data=here: " + "each of these words 模型 数据 stands whole in one of the lines, " * 5)
 
     def model(checked):
         return "1,000 parameters"

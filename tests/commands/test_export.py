@@ -158,6 +158,17 @@ def test_an_average_is_exported_in_place_of_the_weights(tmp_path):
         export(path, tmp_path / "other", "--average", "tail")
 
 
+def test_facts_of_an_export_are_json_alone(tmp_path, capsys):
+    path = save(checkpoint(Llama(**SIZES)), tmp_path / "run.ckpt")
+    export(path, tmp_path / "hf", "--json", "-")
+    said = capsys.readouterr()
+    facts = json.loads(said.out)
+    assert facts["largest_logit_difference"] < 1e-4
+    assert (facts["folder"], facts["checkpoint"], facts["dtype"]) == (str(tmp_path / "hf"), str(path), "float32")
+    assert facts["weights_bytes"] >= 4 * facts["parameters"] > 0
+    assert f"{facts['tensors']} tensors" in said.err
+
+
 def test_bf16_in_several_files_is_compared_with_the_rounded_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning_tricks.commands.export.export.FILE_BYTES", int(3e-5 * 2**30))
     path = save(checkpoint(CASES["gpt2"]), tmp_path / "saved.ckpt")

@@ -235,6 +235,23 @@ def test_the_terminal_shows_the_curve_within_80_columns_and_24_lines_in_both_alp
     assert draw_in_terminal(named, columns=120, lines=50).count("\n") > text.count("\n")
 
 
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 50)])
+def test_both_axes_have_labels_that_are_exact_at_each_quarter_of_the_peak(columns, lines, color):
+    named = plans(400)
+    peak = max(max(group.lr) for group in named[0].plan.groups)
+    rows = draw_in_terminal(named, columns=columns, lines=lines, color=color).split("\n")
+    top, bottom = (next(at for at, row in enumerate(rows) if sign in row) for sign in "┌└")
+    labels = {at: row.rpartition("│")[2].strip() for at, row in enumerate(rows) if top < at < bottom}
+    found = {at: float(label) for at, label in labels.items() if label}
+    assert [*found.values()] == pytest.approx([peak * part / 4 for part in (4, 3, 2, 1, 0)], rel=5e-3)
+    height = bottom - top - 1
+    for at, value in found.items():  # the row holds the value: rows divide 1.02 of the peak
+        low, high = (1.02 * peak * (bottom - at - 1 + edge) / height for edge in (0, 1))
+        assert low - 1e-9 <= value <= high
+    assert len(rows[bottom + 1].split()) >= 4
+
+
 def test_the_table_says_what_the_first_step_of_each_phase_has():
     text = draw_in_terminal(plans(100))
     rows = [re.split(r"  +", line) for line in text.split("\n")]

@@ -1,5 +1,6 @@
 """verify-resume: a sound run passes, and each planted fault is named as what it is, at the step where it begins."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -245,12 +246,26 @@ def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_fil
         "callbacks": ["TrainingProgressBar", {"class_path": "ModelCheckpoint", "init_args": saver}],
     }  # fmt: skip
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
-    command = [python(), "-m", "lightning_tricks", "verify-resume", "--config", "small.yaml", "--steps", "4"]
+    command = [
+        python(),
+        "-m",
+        "lightning_tricks",
+        "verify-resume",
+        "--config",
+        "small.yaml",
+        "--steps",
+        "4",
+        "--json",
+        "facts.json",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "samples: equal at 4 steps"
     assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are equal to the bit\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "facts.json", "small.yaml"]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["equal"], facts["steps"], facts["steps_before_kill"], facts["processes"]) == (True, 4, 2, 1)
+    assert facts["parts"]["weights"]["equal"] == 4
     done = subprocess.run([*command, "--model.nosuch", "1"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: verify-resume: ")

@@ -91,7 +91,7 @@ def test_prints_one_whole_line_an_interval_with_that_steps_own_values(capsys, mo
     assert not {"\r", "\x1b"} & {*out}
     lines = [re.sub(r"ETA .*", "ETA", line) for line in steps(out)]
     assert lines == [
-        f"step {step}/6 ({part}%)  loss {step}.0000  norm 10{step}.000  lr 3.0e-04  12.3k tokens/s  MFU 41.2%"
+        f"step {step}/6 ({part}%)  loss {step}.0000  norm 10{step}.00  lr 3.0e-04  12.3k tokens/s  MFU 41.2%"
         "  61.2 GiB  ETA"
         for step, part in [(2, 33), (4, 67), (6, 100)]
     ]
@@ -296,8 +296,8 @@ def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays(capsys, termin
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (200, "step {} (50%)  loss {}  norm 106.000  lr 3.0e-04  12.3k tokens/s  MFU 41.2%  61.2 GiB  ETA 1:02:05"),
-        (80, "step {} (50%)  loss {}  norm 106.000  12.3k tokens/s  ETA 1:02:05"),
+        (200, "step {} (50%)  loss {}  norm 106.00  lr 3.0e-04  12.3k tokens/s  MFU 41.2%  61.2 GiB  ETA 1:02:05"),
+        (80, "step {} (50%)  loss {}  norm 106.00  12.3k tokens/s  ETA 1:02:05"),
         (60, "step {} (50%)  loss {}  ETA 1:02:05"),
         (40, "step {} (50%)  loss {}"),
     ],
@@ -307,8 +307,10 @@ def test_a_narrow_terminal_goes_without_what_matters_least(columns, line, loss):
     metrics = {"train/loss": loss, "train/grad_norm": 106.0, "memory/rss_gib": 61.2, **Monitors().values}
     parts = ["step 600/1200 (50%)", *shown(metrics, TRAIN), "ETA 1:02:05"]
     text = fitted(parts, columns)
-    assert text == line.format("600/1200", "2.5000" if loss == 2.5 else "2.08e+07")
+    assert text == line.format("600/1200", "2.5000" if loss == 2.5 else "2.079e+07")
     assert len(text) < columns
+    longest = ["step 1234567/2000000 (62%)", *shown(metrics, TRAIN), "ETA 1234:02:05"]
+    assert columns < 80 or (len(fitted(longest, columns)) < columns and "ETA 1234:02:05" in fitted(longest, columns))
 
 
 def test_a_line_wider_than_the_terminal_is_cut(capsys, terminal):
@@ -379,8 +381,9 @@ def test_a_duration_is_in_hours_minutes_and_seconds(seconds, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.0000"), (2.5, "2.5000"), (1e-3, "0.0010"), (9.9e-4, "9.90e-04"), (-2e-5, "-2.00e-05"), (10, "10.0000"),
-     (99_999.0, "99999.0000"), (20_792_540.0, "2.08e+07"), (-1e5, "-1.00e+05"), (math.nan, "nan"), (math.inf, "inf")],
+    [(0.0, "0.0000"), (2.5, "2.5000"), (1e-3, "0.0010"), (9.9e-4, "9.900e-04"), (-2e-5, "-2.000e-05"), (10, "10.000"),
+     (1234.5678, "1234.6"), (99_999.0, "99999"), (20_792_540.0, "2.079e+07"), (-1e5, "-1.000e+05"), (math.nan, "nan"),
+     (math.inf, "inf"), (-math.inf, "-inf")],
 )  # fmt: skip
 def test_small_values_keep_their_digits_and_large_ones_are_short(value, text):
     assert decimals(value, 4) == text

@@ -172,8 +172,8 @@ def test_training_is_the_same_with_it_and_it_keeps_to_its_validations(files):
 def test_the_command_scores_a_checkpoint_as_its_decoder_does(tasks, tmp_path, capsys):
     config = Llama(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32)
     path, output = save(checkpoint(config), tmp_path / "run.ckpt"), tmp_path / "scores.json"
-    options = ["--tasks", "text,choice", "--include_path", str(tasks), "--output", str(output)]
-    door.run(["eval", "--ckpt_path", str(path), *options])
+    options = ["--tasks", "text,choice", "--include_path", str(tasks), "--json"]
+    door.run(["eval", "--ckpt_path", str(path), *options, str(output)])
     assert "bits_per_byte" in (printed := capsys.readouterr().out)
     found = json.loads(output.read_text())
     assert f"{found['results']['text']['bits_per_byte,none']:.4f}" in printed
@@ -183,8 +183,10 @@ def test_the_command_scores_a_checkpoint_as_its_decoder_does(tasks, tmp_path, ca
         nats = sum(rolling(decoder, encode(row["text"]).ids, 32) for row in TEXTS)
     bits = -nats / log(2) / sum(len(row["text"]) for row in TEXTS)
     assert found["results"]["text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
-    with pytest.raises(UsageError, match=f"output='{output}' exists"):
-        door.run(["eval", "--ckpt_path", str(path), *options])
+    door.run(["eval", "--ckpt_path", str(path), *options, "-"])
+    alone = capsys.readouterr()
+    assert json.loads(alone.out)["results"] == found["results"]
+    assert "bits_per_byte" in alone.err
 
 
 def test_a_run_that_cannot_score_is_refused_at_its_start(files, tmp_path):

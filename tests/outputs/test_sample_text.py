@@ -95,6 +95,43 @@ def test_each_validation_prints_what_the_model_writes_and_shows_it_in_tensorboar
     assert shown[-1].tensor_proto.string_val[0].decode() == block
 
 
+def steps_of(text):
+    return [int(step) for step in re.findall(r"^step (\d+)  sample 0", text, re.M)]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 20}, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        ({"max_steps": 24, "val_check_interval": 2}, [4, 6, 8, 10, 12, 16, 18, 20, 22, 24]),
+        ({"max_steps": 6, "val_check_interval": 3}, [3, 6]),
+        ({"max_steps": -1, "max_epochs": 2}, [2, 4, 5, 7, 8, 10, 12, 13, 15, 16]),  # of eight
+    ],
+)
+def test_samples_come_at_each_tenth_of_the_run_and_at_its_end(capsys, options, steps):
+    run(SampleText(max_new_tokens=2), **{"val_check_interval": 1, **options})
+    assert steps_of(capsys.readouterr().out) == steps
+
+
+@pytest.mark.parametrize("stop", [5, 6, 7])
+def test_a_resumed_run_and_a_second_fit_have_the_same_samples(tmp_path, capsys, stop):
+    options = {"val_check_interval": 1, "max_steps": 24}
+    again = SampleText(max_new_tokens=2)
+    for _ in range(2):
+        run(again, **options)
+    straight = steps_of(capsys.readouterr().out)
+    assert straight[: len(straight) // 2] == straight[len(straight) // 2 :]
+
+    def save(trainer, module, *_):
+        if trainer.global_step == stop:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+            trainer.should_stop = True
+
+    run(SampleText(max_new_tokens=2), On(on_validation_end=save), **options)
+    run(SampleText(max_new_tokens=2), ckpt_path=tmp_path / "last.ckpt", **options)
+    assert steps_of(capsys.readouterr().out) == straight[: len(straight) // 2]
+
+
 def test_a_validation_alone_names_no_step(capsys):
     data = DataLoader(torch.zeros(1, 8, dtype=torch.long))
     sample, quiet = SampleText(["def "], max_new_tokens=4), {"enable_progress_bar": False, "logger": False}

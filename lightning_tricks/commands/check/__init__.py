@@ -6,8 +6,8 @@
 import sys
 from typing import Any
 
-from lightning_tricks._core.quote import printable, say
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.quote import printable
+from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands.answers import check_json, write_json
 
 
@@ -35,7 +35,9 @@ def run(model: Any, datamodule: Any, trainer: Any, *, gpu: str | None = None, js
 
     def show(line: str) -> None:
         if json != "-":
-            say(*wrapped(printable(line), terminal_columns(sys.maxsize), 13).split("\n"))
+            sign, blank, text = wrapped(printable(line), terminal_columns(sys.maxsize), 13).partition(" ")
+            style = {"✓": "green", "ok": "green", "✗": "red", "!!": "red"}.get(sign)
+            print(colored(sign, style) + blank + text, flush=True)
 
     results = run_checks(CHECKS, Checked(model, datamodule, trainer, gpu), show)
     show(summary(results))

@@ -7,6 +7,7 @@ From the first to the last: `folder_files` or `gguf_file`, `model_card`, `verify
 from pathlib import Path
 
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json, check_json, write_json
 
 
 def run(args: list[str]) -> None:
@@ -27,8 +28,11 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], help="default: as each weight is saved, so that nothing is lost"
     )
+    add_json(parser)
     options = parser.parse_args(args)
 
     from lightning_tricks.commands.export.export import export
 
-    export(options.ckpt_path, Path(options.output), options.format, options.average, options.dtype)
+    with check_json("export", options.json):
+        record = export(options.ckpt_path, Path(options.output), options.format, options.average, options.dtype)
+    write_json(options.json, record)

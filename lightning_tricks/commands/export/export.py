@@ -85,8 +85,8 @@ _FORMATS = {
 }
 
 
-def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: str | None) -> None:
-    """Write `output`; see the command's help for the arguments.
+def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: str | None) -> dict[str, Any]:
+    """Write `output`, and give its figures for JSON; see the command's help for the arguments.
 
     Raises:
         UsageError: `output` exists, or another process is writing it; no checkpoint, or one of another module; a
@@ -122,7 +122,7 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
         say(f"{path}: {len(entries)} tensors, {parameters:,} parameters, as {name} in {word}")
         if tokenizer is None:
             print("no tokenizer: the checkpoint holds none, as its data knew none: transformers gets token ids alone")
-        compared = _compare(staging, weights, base, tokenizer)
+        distance, compared = _compare(staging, weights, base, tokenizer)
         print(compared)
         figures = figures_of_run(path, int(source.rest.get("global_step", 0)))
         of_model = (output.name, target, parameters, word, source.rest, figures)
@@ -130,6 +130,8 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
         (staging / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
     say(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
+    counts = {"tensors": len(entries), "parameters": parameters, "weights_bytes": size, "dtype": word}
+    return {"folder": str(output), "checkpoint": str(path), **counts, "largest_logit_difference": distance}
 
 
 @contextmanager
@@ -238,8 +240,10 @@ class _Weights:
         return self.config.tie_embeddings and HEAD not in {entry.name for entry in self.entries()}
 
 
-def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, tokenizer: SavedTokenizer | None) -> str:
-    """One sentence on what a fresh process found; see `verify_export`."""
+def _compare(
+    staging: Path, weights: _Weights, base: DecoderConfig | None, tokenizer: SavedTokenizer | None
+) -> tuple[float, str]:
+    """The largest difference of logits that a fresh process found, and a sentence on it; see `verify_export`."""
     config, input_ids = weights.config, fixed_batch(weights.config)
     answer = ask_fresh_process(staging, input_ids, None if tokenizer is None else TEXT)
     trained = logits_in_fp32(config, base, weights.trained, input_ids)
@@ -256,4 +260,4 @@ def _compare(staging: Path, weights: _Weights, base: DecoderConfig | None, token
         )
     if tokenizer is not None:
         line += f"; {check_tokens(answer, tokenizer)} token ids of a sample are the same"
-    return line + "."
+    return distance, line + "."

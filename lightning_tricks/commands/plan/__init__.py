@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.quote import say
-from lightning_tricks._core.terminal import terminal_columns, wrapped
+from lightning_tricks._core.quote import printable_lines
+from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.accounting.gpus import NETWORK_GBITS
 from lightning_tricks.commands.answers import check_json, write_json
 
@@ -80,6 +80,8 @@ def run(model: Any, datamodule: Any, trainer: Any, *, json: str | None = None, *
 
     plan = plan_recipe(model, datamodule, trainer, chosen)
     if json != "-":
-        say(*wrapped(report(plan), terminal_columns(sys.maxsize), 22).split("\n"))
+        for line in wrapped(printable_lines(report(plan)), terminal_columns(sys.maxsize), 22).split("\n"):
+            line = line.replace("DOES NOT FIT", colored("DOES NOT FIT", "red"))
+            print(colored(line, None if line.startswith(" ") else "bold"))
     write_json(json, plan.as_dict())
     sys.exit(1 if plan.fits is False else 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.terminal import shows_color
 from lightning_tricks._host.machine import listed
 from lightning_tricks.commands import Recipe
 from lightning_tricks.commands.answers import check_json, write_json
@@ -46,7 +47,7 @@ def run(
         return
     from lightning_tricks.commands.schedule.plan import planned
     from lightning_tricks.commands.schedule.terminal import NamedPlan, draw_in_terminal
-    from lightning_tricks.logs.table import shows_color, shows_unicode
+    from lightning_tricks.logs.table import shows_unicode
 
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:

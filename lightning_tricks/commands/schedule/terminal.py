@@ -1,6 +1,5 @@
 """A plan in a terminal: the learning rate as a curve, drawn by uniplot, and a table of the phases."""
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -96,7 +95,7 @@ def draw_in_terminal(
     curves = lr_lines(plans, axis)
     more, curves = len(curves) - MOST_CURVES, curves[:MOST_CURVES]
     end, highest = max(max(line.x) for line in curves), max(max(line.y) for line in curves)
-    power = math.floor(math.log10(highest)) if highest > 0 else 0  # uniplot rounds labels such as 0.005 to 0.01
+    top = 1.02 * highest or 1.0
     size, letter = unit(end) if axis == "tokens" else (1.0, "")
     width = max(columns - _LABELS, LEAST_WIDTH)
     marks = [(place_of(plan, phase.step, axis), phase.name) for phase in plan.phases[:-1]]
@@ -106,7 +105,7 @@ def draw_in_terminal(
     def drawn(height: int) -> list[str]:
         rows = draw_curves(
             [
-                (label, [value / size for value in line.x], [value / 10**power for value in line.y])
+                (label, [value / size for value in line.x], line.y)
                 for label, line in zip(_unique(curves), curves, strict=True)
             ],
             width=width,
@@ -115,12 +114,16 @@ def draw_in_terminal(
             x_max=end / size,
             x_unit=letter,
             y_min=0.0,
-            y_max=1.02 * highest / 10**power or 1.0,
-            y_unit=f"e{power}" if power else "",
+            y_max=top,
             x_gridlines=[place / size for place, _ in marks if place > 0],
             character_set="braille" if unicode and (color or len(curves) == 1) else "ascii",
             color=color,
         )
+        first = next(number for number, row in enumerate(rows) if "┌" in row) + 1
+        labels = {first + height - 1 - int(part / 4 * highest / top * height): part / 4 * highest for part in range(5)}
+        for number in range(first, first + height):  # uniplot rounds 0.0075 to 0.008
+            label = f" {labels[number]:.3g}" if number in labels else ""
+            rows[number] = rows[number].rpartition("│")[0] + "│" + label
         return [*head, *rows, *_below(plans, more)]
 
     rows = drawn(_MOST_HEIGHT)
@@ -160,7 +163,7 @@ def _unique(curves: Sequence[Line]) -> list[str]:
 def _below(plans: Sequence[NamedPlan], more_curves: int) -> list[str]:
     plan = plans[0].plan
     heads = ("phase", "step", "tokens so far", "lr", "batch", "weight decay")
-    rows = lines_of([heads, *map(_row, plan.phases)])
+    rows = lines_of([heads, *map(_row, plan.phases)], style=lambda row, column: None if row else "bold")
     if more_curves > 0:
         rows.insert(0, f"{more_curves} more curves are not drawn")
     for other in plans[1:]:
