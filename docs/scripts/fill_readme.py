@@ -85,8 +85,8 @@ def _lightning() -> str:
     return (
         f"- **Lightning's own tests**, {monitors['tests']:,} of them with all our monitors in each Trainer: "
         f"{monitors['passed']:,} pass, the others have a reason each, and {monitors['equal']:,} of "
-        f"{monitors['ends']:,} runs are equal to the bit to those without them ([table](docs/existing_projects.md"
-        "#see-how-it-does-under-lightnings-own-tests))."
+        f"{monitors['ends']:,} runs are equal to the bit to those without them ([table](docs/compatibility.md"
+        "#lightnings-own-tests))."
     )
 
 
