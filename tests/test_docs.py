@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "docs/README.md"
 GUIDES = {
     "checkpoints", "command_line", "compatibility", "data", "existing_projects", "export", "glossary", "language_model",
-    "launching", "limits", "monitors", "parameter_roles", "playbook", "precision", "questions", "quickstart", "recipes",
-    "resume_with_changes", "speed", "strategies", "versions", "what_survives", "which_optimizer",
+    "launching", "layer_statistics", "limits", "monitors", "parameter_roles", "playbook", "precision", "questions",
+    "quickstart", "recipes", "resume_with_changes", "speed", "strategies", "versions", "what_survives",
+    "which_optimizer",
 }  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]
