@@ -81,7 +81,9 @@ HERE = {
     "`seed_everything`": GoesOn({"of_all": 5}),
     "width, layers, heads, family": Refused(shape(d_model=32), "has d_model=16, the recipe's 32"),
     "`vocab_size`": Refused(shape(vocab_size=128), "has vocab_size=64, the recipe's 128"),
-    "`max_seq_len`, `rope_theta`": Refused(shape(max_seq_len=32), "has max_seq_len=16, the recipe's 32"),
+    "`max_seq_len`, `rope_theta`": Refused(
+        shape(max_seq_len=32), "16, the recipe's 32: give the decoder max_seq_len=16"
+    ),
     "`init_std`, `zero_init_outputs`": GoesOn(shape(init_std=0.5)),
     "`activation_checkpointing`": GoesOn({"activation_checkpointing": "full"}),
     # devices
