@@ -1,7 +1,7 @@
 """Try the monitors, the decay groups and FSDP2Strategy on models that we did not write: equal, refused, or wrong.
 
 `python -m benchmarks.foreign` takes minutes on two CPU cores and needs transformers, timm, diffusers and peft;
-docs/existing_projects.md shows what it wrote. Each figure is held against torch's or the model's own library's.
+docs/compatibility.md shows what it wrote. Each figure is held against torch's or the model's own library's.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.lightning_suite CHECKOUT` takes hours of one core; CHECKOUT is Lightning's repository at the
 installed version. An interrupted run goes on: each mode has a file of lines in --folder, two for each test.
-docs/existing_projects.md shows the result.
+docs/compatibility.md shows the result.
 """
 
 import argparse
@@ -289,7 +289,7 @@ def markdown(lines: Iterable[Sequence[str]]) -> str:
 
 
 def page_text(result: Mapping[str, Any]) -> str:
-    """The part of docs/existing_projects.md that figures make."""
+    """The part of docs/compatibility.md that figures make."""
     plain, versions = result["plain"], result["machine"]["versions"]
     outcomes = plain["outcomes"]
     return (

@@ -80,3 +80,25 @@ def test_under_ray_a_run_goes_on_from_the_checkpoint_that_it_reported(tmp_path):
 def test_the_page_shows_the_trainer_of_the_ray_example():
     (shown,) = re.findall("```text\n( {8}devices=.*?)```", (EXAMPLES.parent / "docs/launching.md").read_text(), re.S)
     assert shown in (EXAMPLES / "ray_train.py").read_text()
+
+
+@pytest.mark.long
+def test_the_whole_way_in_plain_python_trains_resumes_and_writes(tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [preloaded.python(), EXAMPLES / "train_in_python.py"]
+    first, second = (
+        subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False) for _ in range(2)
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    (bits,) = re.findall(r"([\d.]+) bits/byte$", first.stdout, re.M)
+    assert float(bits) < 3.2  # 3.5 for a model that knows how often each token comes
+    assert "step 200/200 (100%)" in first.stdout
+    assert "step " not in second.stdout  # it was at its end already
+    assert first.stdout.partition("validation: ")[2] == second.stdout.partition("validation: ")[2]
+    assert "The " in second.stdout
+
+
+def test_the_page_shows_the_whole_script_in_plain_python():
+    script = (EXAMPLES / "train_in_python.py").read_text().partition('"""\n\n')[2]
+    page = (EXAMPLES.parent / "docs/language_model.md").read_text(encoding="utf-8")
+    assert f"```python\n{script}```" in page

@@ -1,6 +1,9 @@
 """LanguageModel: its loss is the mean over tokens whatever the split, its figures are those worked out by hand."""
 
+import inspect
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -16,6 +19,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.flop_counting import count_flops
 from lightning_tricks.callbacks import StepGuard
 from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.models import GPT2, Llama
 from lightning_tricks.schedules import WarmupLinear
 
@@ -401,3 +405,18 @@ def test_callbacks_get_the_losses_of_validation_batches():
     assert {stage for stage, *_ in callback.seen} == {"validate"}
     total = sum(losses.sum().item() for _, losses, _ in callback.seen)
     assert found["val/loss"] == pytest.approx(total / (whole["labels"] != -100).sum().item(), rel=1e-6)
+
+
+# ---- docs/language_model.md
+
+
+@pytest.mark.pages
+def test_the_page_has_each_option_with_its_default():
+    page = (Path(__file__).resolve().parent.parent / "docs/language_model.md").read_text(encoding="utf-8")
+    table = page.partition("| option | default |")[2].partition("\n\n")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.M))
+    own = inspect.signature(LanguageModel).parameters
+    options = {**own, **inspect.signature(OptimizerMixin).parameters}
+    given = {name: "required" if one.default is one.empty else f"`{one.default!r}`" for name, one in options.items()}
+    assert [*shown] == [name for name in given if name != "kwargs"]
+    assert shown == {name: default for name, default in given.items() if name != "kwargs"}

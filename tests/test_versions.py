@@ -55,3 +55,15 @@ def test_every_package_is_called_public_or_private():
     packages = {path.parent.name for path in (ROOT / "lightning_tricks").glob("[a-z]*/__init__.py")}
     assert packages - {"recipes"} == (named - {"lightning_tricks", "__all__"}) | private
     assert private == {"cli", "commands", "logs"}
+
+
+def test_the_page_on_installing_has_each_extra_with_its_packages():
+    table = (ROOT / "docs/installing.md").read_text(encoding="utf-8").partition("| extra | brings |")[2]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table.partition("\n\n")[0], re.M))
+    extras = PROJECT["optional-dependencies"]
+    wanted = {
+        name: ", ".join(re.match(r"[\w-]+", one)[0] for one in packages)
+        for name, packages in extras.items()
+        if name not in ("test", "docs", "release")
+    }
+    assert shown == wanted

@@ -25,7 +25,6 @@ _BY_MODULE = {
 _EXPORTS_ONLY = ("checkpoints",)  # public packages without a name in `lightning_tricks` itself
 # The card of a name that no title has, where its mentions would find another page.
 _CARDS = {
-    "LanguageModel": "decoder",
     "MuonAdamW": "muon",
     "OptimizerMixin": "decay_groups",
     "PredictionWriter": "generating_text",

@@ -125,9 +125,9 @@ FILLERS = {
     "commands": Filler("command_line.md", commands, measured=False),
     "decoder-parts": Filler("speed.md", decoder_parts),
     "first-saves": Filler("checkpoints.md", first_saves),
-    "foreign": Filler("existing_projects.md", foreign),
+    "foreign": Filler("compatibility.md", foreign),
     "kept-memory": Filler("decoder.md", kept_memory),
-    "lightning-suite": Filler("existing_projects.md", lightning_suite),
+    "lightning-suite": Filler("compatibility.md", lightning_suite),
     "muon-cost": Filler("muon.md", muon_cost),
     "packed-documents": Filler("speed.md", packed_documents),
 }

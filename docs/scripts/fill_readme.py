@@ -61,7 +61,7 @@ def _lightning() -> str:
     return (
         f"| **{monitors['equal']:,} of {monitors['ends']:,}** | training runs in Lightning's own tests that are "
         "equal to the bit with and without our monitors "
-        "| [table](docs/existing_projects.md#see-how-it-does-under-lightnings-own-tests) |"
+        "| [table](docs/compatibility.md#lightnings-own-tests) |"
     )
 
 

@@ -309,7 +309,7 @@ def check_architecture(config: DecoderConfig, checkpoint: dict[str, Any], may_di
         if here.get(name) != there.get(name):
             raise UsageError(
                 f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
-                "make them equal, or start without the checkpoint"
+                f"give the decoder {name}={there.get(name)!r}, or start without the checkpoint"
             )
 
 
