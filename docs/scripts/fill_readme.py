@@ -127,7 +127,7 @@ def _doctor() -> str:
 
 def _faults() -> str:
     page = (ROOT / "docs/what_survives.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|.*\| `test_\w+\.py::\w+` \|$", page, re.M)
+    rows = re.findall(r"^\|.*\| \[\d+\]\(#tests\) \|$", page, re.M)
     return (
         "- **Faults that a run outlives**: kills, signals, full disks, flipped bits, lost hosts, NaN. "
         f"{len(rows)} faults, each caused for real by a test, with what is lost ([table](docs/what_survives.md))."
