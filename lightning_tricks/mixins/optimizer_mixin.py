@@ -158,7 +158,7 @@ class OptimizerMixin(Mixin):
         if self.optimizer is None and self._missing_optimizer is not None:
             raise UsageError(
                 f"optimizer: the checkpoint was trained with {self._missing_optimizer}, a function, which it cannot "
-                "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
+                "hold: to train, pass optimizer=... to load_from_checkpoint, or build a new module and give fit the "
                 "ckpt_path"
             )
         if self.freeze_patterns and self._frozen != freeze_parameters(self, self.freeze_patterns):

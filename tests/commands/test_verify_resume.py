@@ -159,7 +159,7 @@ def test_a_sound_run_is_equal_in_every_part(once):
     assert str(report).splitlines() == [
         "samples: not compared at 6 steps (not recorded in both)",  # a loader of another library has none
         *(f"{part}: equal at 6 steps" for part in PARTS),
-        "verify-resume: 6 steps straight and 3 + kill -9 + 3 are equal to the bit, in what was compared",
+        "verify-resume: 6 steps straight and 3 + kill -9 + 3 are bitwise equal, in what was compared",
     ]
 
 
@@ -193,7 +193,7 @@ def test_every_process_of_a_run_is_compared():
     report = verify_resume(make_ddp, steps=4)
     assert report.equal, report
     assert report.world_size == 2
-    assert str(report).endswith("2 + kill -9 + 2 in 2 processes are equal to the bit, in what was compared")
+    assert str(report).endswith("2 + kill -9 + 2 in 2 processes are bitwise equal, in what was compared")
 
 
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
@@ -249,7 +249,7 @@ def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_fil
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "samples: equal at 4 steps"
-    assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are equal to the bit\n")
+    assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are bitwise equal\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small.yaml"]
     done = subprocess.run([*command, "--model.nosuch", "1"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
