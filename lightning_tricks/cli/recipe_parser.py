@@ -204,8 +204,8 @@ def watch_class_changes() -> Iterator[list[str]]:
         stay = ", ".join(f"{name}={given}" for name, given in before.items() if name in after)
         dropped = ", ".join(f"{name}={given}" for name, given in before.items() if name not in after)
         line = (
-            f"{new} in place of {old}"
-            + (f"; {stay} stay" if stay else "")
+            f"{new} instead of {old}"
+            + (f"; kept: {stay}" if stay else "")
             + (f"; dropped: {dropped}" if dropped else "")
         )
         if wanted != () and line not in lines:  # jsonargparse asks several times

@@ -364,8 +364,8 @@ def _say_if_lr_jumps(trainer: Any, scheduler: ScheduleLR) -> None:
     before, now = scheduler.loaded_lr, float(scheduler.optimizer.param_groups[0]["lr"])
     if before is not None and not math.isclose(before, now, rel_tol=1e-3):
         rank_zero_warn(
-            f"step {trainer.global_step} has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule, its lr "
-            f"or the length of the run (max_steps={trainer.max_steps}) is another one now; the recipe's are used"
+            f"step {trainer.global_step}: lr is {now:.4g}, and was {before:.4g} in the checkpoint's run: the schedule, "
+            f"its lr or the run's length (max_steps={trainer.max_steps}) has changed; the recipe's values are used"
         )
 
 

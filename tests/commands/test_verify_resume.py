@@ -198,7 +198,7 @@ def test_every_process_of_a_run_is_compared():
 
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
     for made, steps, words in (
-        (lambda: make(), 6, "give a function that stands at the top of a module or script"),
+        (lambda: make(), 6, "give a function at the top level of a module or script"),
         (make_short, 6, "the run ended after 5 steps, and 6 were asked for: give --steps 5 or fewer"),
         (make_broken, 6, "the run failed with exit code 1: RuntimeError: no such dataset"),
     ):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_tricks.commands.plan.memory_trace import LINES
 from lightning_tricks.commands.plan.plan import MemoryPlan
 
-_LEAST = 1e-3  # share of the largest instant below which a line is not shown
+_LEAST = 1e-3  # share of the peak below which a line is not shown
 
 
 def report(plan: MemoryPlan) -> str:
