@@ -82,7 +82,7 @@ def is_as_promised(found: dict[str, Any]) -> bool:
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| module | planned | measured | largest instant | activations | gradients, state |",
+        "| module | planned | measured | peak | activations | gradients, state |",
         "|---|---|---|---|---|---|",
     ]
     for found in rows:

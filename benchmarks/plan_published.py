@@ -185,13 +185,13 @@ def measure() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Memory, then time, in Markdown."""
-    lines = ["| run | published | plan | error | logits that torchtitan keeps whole | error with them |"]
+    lines = ["| run | published | plan | error | all logits, as in torchtitan | error with them |"]
     lines.append("|---|---|---|---|---|---|")
     for one in result["memory"]:
         sizes = (f"{one[key]:.1f} GiB" for key in ("published_gib", "plan_gib"))
         errors = [f"{one['error']:+.0%}", f"+ {one['logits_gib']:.1f} GiB", f"{one['error_with_logits']:+.0%}"]
         lines.append(f"| {' | '.join([one['row'], *sizes, *errors])} |")
-    lines += ["", "| on paper | from | published tokens/s a GPU | foretold | error |", "|---|---|---|---|---|"]
+    lines += ["", "| run | from | published tokens/s a GPU | estimated | error |", "|---|---|---|---|---|"]
     for one in result["scaling"]:
         cells = [one["row"], one["from"], f"{one['published']:,.0f}", f"{one['foretold']:,.0f}", f"{one['error']:+.1%}"]
         lines.append(f"| {' | '.join(cells)} |")

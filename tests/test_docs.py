@@ -194,12 +194,16 @@ def test_the_page_for_agents_is_short_and_names_files_and_commands_that_exist():
 
 
 def test_each_row_of_the_page_on_faults_names_what_is_lost_and_a_test_that_exists():
-    lines = re.findall(r"^\| (?!fault |change )(.+) \|$", (ROOT / "docs/what_survives.md").read_text("utf-8"), re.M)
+    page = (ROOT / "docs/what_survives.md").read_text("utf-8")
+    tests = dict(re.findall(r"^(\d+)\. `(.+)`$", page, re.M))
+    lines = re.findall(r"^\| (?!fault |change )(.+) \|$", page, re.M)
     assert len(lines) >= 20
-    for line in lines:
-        fault, lost, file, test = re.fullmatch(r"(.+?) +\| (.+?) +\| `(test_\w+\.py)::(test_\w+)` *", line).groups()
+    rows = [re.fullmatch(r"(.+?) +\| (.+?) +\| \[(\d+)\]\(#tests\)", line).groups() for line in lines]
+    assert {number for _, _, number in rows} == set(tests)
+    for number, name in tests.items():
+        file, test = name.split("::")
         (path,) = (ROOT / "tests").rglob(file)
-        assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), (fault, lost)
+        assert re.search(rf"^def {test}\(", path.read_text(encoding="utf-8"), re.M), number
 
 
 # ---- docs/glossary.md: in the order of the alphabet, each word once, short, and with a page that treats it

@@ -80,7 +80,7 @@ def pasted(folder, monkeypatch, capsys):
 def test_a_schedule_a_learning_rate_a_batch_and_fp32(pasted):
     command = command_of("command_line.md", "--model.schedule WSD", "--trainer.plugins null")
     said = pasted(*command, *SHORT, *SMALL_DATA, "--trainer.logger.name=wsd")
-    assert "WarmupStableDecay in place of WarmupLinear" in said
+    assert "WarmupStableDecay instead of WarmupLinear" in said
     assert re.search(r"decay +24 +3,145,728 +0\.001 ", said)
     assert "CPU, fp32" in said
 

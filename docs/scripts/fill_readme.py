@@ -79,7 +79,7 @@ def _strategies() -> str:
 
 def _faults() -> str:
     page = (ROOT / "docs/what_survives.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|.*\| `test_\w+\.py::\w+` \|$", page, re.M)
+    rows = re.findall(r"^\|.*\| \[\d+\]\(#tests\) \|$", page, re.M)
     return (
         f"| **{len(rows)}** | faults, such as kills, full disks and lost hosts, each caused for real by a test "
         "| [list](docs/what_survives.md) |"

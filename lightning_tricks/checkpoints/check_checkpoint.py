@@ -81,7 +81,7 @@ def check_training_state(checkpoint: dict[str, Any], path: Any) -> None:
 def _weights_only(path: Any) -> str:
     return (
         f"ckpt_path={path}: it holds weights only and no optimizer state (save_weights_only), so fit cannot go on from "
-        "it: give a checkpoint that was saved whole; validate, test, predict and load_from_checkpoint take this one"
+        "it: give a complete checkpoint; validate, test, predict and load_from_checkpoint take this one"
     )
 
 
@@ -150,7 +150,7 @@ def _check_record(folder: Path) -> None:
         if read_record(folder / TRAINER_STATE) is not None:  # no other program gives that file one
             raise UsageError(
                 f"incomplete: {folder} has no {RECORD_FILE} (the checksums of its files), so it was not written to its "
-                "end, or not copied whole"
+                "end, or not copied completely"
             )
         return
     small = {name: record.checksums[name] for name in (SHARDS_METADATA, TRAINER_STATE) if name in record.checksums}

@@ -150,7 +150,7 @@ def check_content(checkpoint: Any, path: Any) -> None:
     check_decoder(checkpoint, len(checkpoint["state_dict"]), path)
     if "pytorch-lightning_version" not in checkpoint:
         raise UsageError(
-            f"{path} lacks 'pytorch-lightning_version', so it is no whole checkpoint of Lightning: give the file "
+            f"{path} lacks 'pytorch-lightning_version', so it is not a complete checkpoint of Lightning: give the file "
             "that a run saved, unchanged"
         )
 
@@ -184,7 +184,7 @@ def refused_object(path: Any, error: pickle.UnpicklingError) -> UsageError:
     """Torch's refusal of an object, in one line that names the object's class and the way to let it in."""
     found = re.search(r"GLOBAL ([\w.]+)|<class '([\w.]+)'>", str(error))
     return UsageError(
-        f"{path} holds {(found[1] or found[2]) if found else 'objects'}, which weights_only=True does not let in: if "
+        f"{path} holds {(found[1] or found[2]) if found else 'objects'}, which weights_only=True does not allow: if "
         "you trust it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 under a strategy that "
         "ignores it"
     )

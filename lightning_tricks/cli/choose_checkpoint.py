@@ -105,7 +105,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     found = newest_whole(folders, partial(_damage, trainer, command == "fit"))
     found.passed_over = [line.replace(os.getcwd() + os.sep, "") for line in found.passed_over]
     for line in found.passed_over:
-        rank_zero_info(f"{option}: passed over: {line}")
+        rank_zero_info(f"{option}: skipped: {line}")
     if found.chosen is None:
         _none_found(option, command, found, where)
         return None
@@ -113,7 +113,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     # running fit, which moves the link, names the file.
     path = (found.chosen.link if command == "fit" else None) or restore_name(found.chosen)
     record = found.chosen.record
-    kind = "the newest whole checkpoint" if found.passed_over else "the newest checkpoint"
+    kind = "the newest complete checkpoint" if found.passed_over else "the newest checkpoint"
     rank_zero_info(f"{option}: {relative_to_cwd(path)}, {kind} in {where}")
     if command == "fit" and record and 0 < trainer.max_steps <= record.step:
         rank_zero_info(

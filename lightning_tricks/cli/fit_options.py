@@ -21,7 +21,7 @@ FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "resume": (
         Literal["auto", "none"] | None,
         "none",
-        "fit: auto goes on from the newest checkpoint of the recipe that is whole, or starts where there is none; none "
+        "fit: auto resumes from the newest complete checkpoint of the recipe, or starts if there is none; none "
         "starts a new run. --ckpt_path wins over it.",
     ),
     "total_tokens": (
@@ -111,9 +111,9 @@ def choose_length(options: Any, args: Sequence[str]) -> str | None:
             )
         if "--trainer.max_steps" in typed:
             options["total_tokens"] = None
-            return f"trainer.max_steps={steps} stands in place of the recipe's total_tokens={tokens:g}"
+            return f"trainer.max_steps={steps} replaces the recipe's total_tokens={tokens:g}"
         trainer["max_steps"] = -1
-        line = f"total_tokens={tokens:g} stands in place of the recipe's trainer.max_steps={steps}"
+        line = f"total_tokens={tokens:g} replaces the recipe's trainer.max_steps={steps}"
     if trainer["max_epochs"] is None:
         trainer["max_epochs"] = -1  # as Lightning does where max_steps is given
     return line

@@ -171,7 +171,7 @@ class RecipeCLI(lightning_cli.LightningCLI):
             default = inspect.signature(PredictionWriter).parameters["output"].default
             parser.add_argument("--output", type=str, default=default, help="JSON lines of what predict_step returns")
         if subcommand == "validate":
-            text = "a file, folder or glob of text to evaluate whole, in place of the recipe's validation data"
+            text = "a file, folder or glob of text to evaluate, instead of the recipe's validation data"
             parser.add_argument("--text", type=str | None, default=None, help=text)
         if subcommand in ("validate", "test"):
             text = "write the figures as JSON to this file, - for standard output"

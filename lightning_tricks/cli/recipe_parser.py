@@ -233,8 +233,8 @@ def watch_class_changes() -> Iterator[list[str]]:
         stay = ", ".join(f"{name}={given}" for name, given in before.items() if name in after)
         dropped = ", ".join(f"{name}={given}" for name, given in before.items() if name not in after)
         line = (
-            f"{new} in place of {old}"
-            + (f"; {stay} stay" if stay else "")
+            f"{new} instead of {old}"
+            + (f"; kept: {stay}" if stay else "")
             + (f"; dropped: {dropped}" if dropped else "")
         )
         if wanted != () and line not in lines:  # jsonargparse asks several times
@@ -298,7 +298,7 @@ def _check(node: yaml.Node | None, where: str, place: str) -> None:
         if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
             both = f"lines {lines[key.value]} and {line}" if lines[key.value] != line else f"line {line}"
             raise RecipeTextError(
-                f"{where}{both}: {_joined(place, key.value)!r} stands twice, and YAML would keep the last only: "
+                f"{where}{both}: {_joined(place, key.value)!r} is there twice, and YAML would keep only the last: "
                 "join the two"
             )
         lines[key.value] = line
@@ -306,7 +306,7 @@ def _check(node: yaml.Node | None, where: str, place: str) -> None:
     if "class_path" in lines and stray is not None:
         name = next(value.value for key, value in pairs if key.value == "class_path")
         raise RecipeTextError(
-            f"{where}line {lines[stray]}: {_joined(place, stray)!r} stands beside class_path: write the settings of "
+            f"{where}line {lines[stray]}: {_joined(place, stray)!r} is beside class_path: write the settings of "
             f"{name} under init_args"
         )
     for key, value in pairs:

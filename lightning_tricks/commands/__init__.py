@@ -91,8 +91,8 @@ class FitChange(Protocol):
 
 
 _TABLE = (
-    Command("fit", "train; --resume auto goes on from the newest whole checkpoint, or starts; --ckpt_path FILE or "
-            "last; --init_from FILE starts anew from its weights alone (fine-tuning)",
+    Command("fit", "train; --resume auto resumes from the newest complete checkpoint, or starts; --ckpt_path FILE or "
+            "last; --init_from FILE starts a run from its weights alone (fine-tuning)",
             "a Trainer", ("train", "pretrain", "run")),
     Command("validate", "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
             "a Trainer", ("evaluate", "val")),
@@ -127,10 +127,10 @@ _TABLE = (
             "FOLDER [--format gguf]",
             "nothing", ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"), "export"),
     Command("generate", 'continue a text: --ckpt_path FILE --prompt "..."', "nothing", (), "generate"),
-    Command("import", "a recipe that goes on training a Hugging Face folder: import FOLDER --output mine.yaml",
+    Command("import", "a recipe to continue training a Hugging Face folder: import FOLDER --output mine.yaml",
             "nothing", ("from-hf", "continue-pretraining"), "import_folder"),
     Command("ledger", "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger "
-            "differ; ledger check A: whether one is whole", "nothing", (), "ledger"),
+            "differ; ledger check A: whether one is complete", "nothing", (), "ledger"),
     Command("ls", "list the recipes that come with the collection", "nothing", ("list",), "ls"),
     Command("plan", "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5",
             "a recipe", ("estimate", "memory", "dry-run"), "plan"),

@@ -60,7 +60,7 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
     if not isinstance(state, dict) or "samples" not in state:
         raise UsageError(
             f"ckpt_path={path}: it holds no state of {kind}, so nothing tells which samples a step took: give a "
-            "checkpoint of a run on these data that was saved whole (not save_weights_only)"
+            "checkpoint of a run on these data with all its state (not save_weights_only)"
         )
     runs = data.samples_of_step(step, state)
     done = int(checkpoint.get("global_step", 0))
@@ -212,9 +212,9 @@ class Report:
             f"weights: {self.checkpoint}, {self._distance()}",
         ]
         if self.samples.told_by is None:
-            lines.append("the samples are those of a run that goes on with the global batch of this checkpoint")
+            lines.append("the samples are those of a run that continues with the global batch of this checkpoint")
         elif self.samples.told_by != self.checkpoint:
-            lines.append(f"the samples are told by {self.samples.told_by}")
+            lines.append(f"the samples are known from {self.samples.told_by}")
         return lines
 
     def _distance(self) -> str:

@@ -142,10 +142,10 @@ def newest_checkpoint() -> Path:
 
     found = newest_whole(folders, damage)
     for line in found.passed_over:
-        say(f"ckpt_path=last: passed over: {line}", file=sys.stderr)
+        say(f"ckpt_path=last: skipped: {line}", file=sys.stderr)
     if found.chosen is None:
         raise UsageError(
-            f"ckpt_path=last: there is no whole checkpoint in {Path.cwd()} or the runs below it: give --ckpt_path FILE"
+            f"ckpt_path=last: no complete checkpoint in {Path.cwd()} or the runs below it: give --ckpt_path FILE"
         )
     say(f"ckpt_path=last: {found.chosen.shown_path}", file=sys.stderr)  # the text alone goes to stdout
     return found.chosen.place

@@ -79,7 +79,7 @@ class ResumeReport:
         runs += f" in {self.world_size} processes" if self.world_size > 1 else ""
         if self.equal:
             rest = "" if self.diff.all_equal else ", in what was compared"
-            return [f"verify-resume: {runs} are equal to the bit{rest}"]
+            return [f"verify-resume: {runs} are bitwise equal{rest}"]
         step, (part, *_) = self.diff.first() or (0, ["weights"])
         where = f"{name_of(part)} {self.diff.parts[part].place}"
         if self.diff.first_weights == 0 or step < self.before:
@@ -122,7 +122,7 @@ def _target(make: Callable[..., Any]) -> dict[str, Any]:
     name, module = getattr(make, "__qualname__", "<"), sys.modules.get(getattr(make, "__module__", ""))
     file = getattr(module, "__file__", None) if module and module.__name__ == "__main__" else None
     if "<" in name or module is None or (module.__name__ == "__main__" and file is None):
-        raise UsageError(f"verify_resume: make={make!r}: give a function that stands at the top of a module or script")
+        raise UsageError(f"verify_resume: make={make!r}: give a function at the top level of a module or script")
     return {"module": module.__name__, "file": file, "name": name, "sys_path": sys.path}
 
 
@@ -202,7 +202,7 @@ def run(args: list[str]) -> None:
         "lightning-tricks verify-resume",
         description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
         "their own and in a temporary folder; compare samples, batches, random states, loss, optimizer state and "
-        "weights of each step to the bit. Other options are those of fit.",
+        "weights of each step bitwise. Other options are those of fit.",
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimizer steps; default %(default)s")
     add_json(parser)

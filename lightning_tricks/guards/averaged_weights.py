@@ -99,7 +99,7 @@ class AveragedWeights:
                 there = "none" if value is None else f"one of shape {tuple(value.shape)}"
                 raise UsageError(
                     f"ckpt_path={path}: it should have an average of '{name}' {tuple(tensor.shape)}, which is trained "
-                    f"here, and has {there}: resume with the module that was saved, or start anew with --init_from"
+                    f"here, and has {there}: resume with the module that was saved, or start a new run with --init_from"
                 )
             if isinstance(tensor, DTensor) and not isinstance(value, DTensor):  # every rank has read the whole
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -100,7 +100,7 @@ def check_class(checkpoint: Mapping[str, Any], module: Module, path: Any) -> Non
     if saved is not None and not is_a(module, saved):
         raise UsageError(
             f"ckpt_path={path}: a {saved} saved this checkpoint, and this run trains a {class_name(module)}, so fit "
-            f"cannot go on from it: give --init_from {path} to start anew with its weights (from Python: "
+            f"cannot go on from it: give --init_from {path} to start a new run with its weights (from Python: "
             "load_state_dict), or train the class that saved it"
         )
 

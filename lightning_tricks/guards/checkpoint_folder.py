@@ -201,7 +201,7 @@ class CheckpointFolder:
         newest = max(others, key=lambda name: records[name].number)
         return (
             f"SafeCheckpoint: {self.path} holds checkpoints that this run did not write ({len(others)}, the newest is "
-            f"{newest}): it neither counts nor deletes them, so delete by hand what you do not need"
+            f"{newest}): it neither counts nor deletes them, so delete yourself what you do not need"
         )
 
     def largest_number(self) -> int:
@@ -242,7 +242,7 @@ class CheckpointFolder:
                 try:
                     move_last(self.path / name)
                 except OSError as error:  # the older one, to which it leads, must stay
-                    rank_zero_warn(f"SafeCheckpoint: {self.path / LAST} leads to an older checkpoint: {error.strerror}")
+                    rank_zero_warn(f"SafeCheckpoint: {self.path / LAST} links to an older checkpoint: {error.strerror}")
                     return ours
             for old in to_delete(ours, self.retention, self.protected):
                 self._delete(old)
@@ -266,7 +266,7 @@ class CheckpointFolder:
         self._retried = None
         newest = self.newest()
         rank_zero_warn(
-            f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training goes on, and the next save tries again: "
+            f"SafeCheckpoint: {path} was not saved: {error.strerror}. Training continues, the next save tries again: "
             f"free some space. {f'The newest checkpoint is {newest}' if newest else 'There is no checkpoint yet'}"
         )
         return "skip"

@@ -72,7 +72,7 @@ class InitFrom(pl.Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Load the weights, unless the run goes on from a checkpoint or has trained already."""
         if trainer.ckpt_path:
-            rank_zero_info(f"init_from={self.path}: not read, as the run goes on from {trainer.ckpt_path}")
+            rank_zero_info(f"init_from={self.path}: not read, as the run resumes from {trainer.ckpt_path}")
         elif trainer.global_step == 0:
             try:
                 rank_zero_info(f"init_from={self._load(trainer, pl_module)}")

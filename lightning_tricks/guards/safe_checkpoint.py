@@ -45,7 +45,7 @@ __all__ = ["SafeCheckpoint"]
 
 _REFUSED = Refusal(
     ("foreign engine", "flat", "foreign shards"),
-    "{strategy} writes checkpoints by itself, and nobody sees whether they are whole: take FSDP2Strategy or "
+    "{strategy} writes checkpoints itself, and cannot show whether they are complete: take FSDP2Strategy or "
     "DeepSpeedZeROStrategy, or save with ModelCheckpoint",
 )
 
@@ -423,7 +423,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             self._warn_once(
                 "not finite",
                 f"SafeCheckpoint: at step {trainer.global_step} some weights or running statistics are NaN or "
-                f"infinite: its checkpoint is marked, and {LAST} leads to the newest one that is finite",
+                f"infinite: its checkpoint is marked, and {LAST} links to the newest finite one",
             )
         self._number += 1
         score = self._score.read(trainer)

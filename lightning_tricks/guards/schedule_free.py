@@ -91,7 +91,7 @@ class ScheduleFree(pl.Callback):
         if any(getattr(part, "running_mean", None) is not None for part in pl_module.modules()):
             rank_zero_warn(
                 "ScheduleFree: the running statistics of batch norm are those of the weights that are trained, not of "
-                "their average: validation is worse than the model unless they are computed anew"
+                "their average: validation is worse than the model unless they are computed again"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -163,7 +163,7 @@ def _check_dtypes(parts: Sequence[Any]) -> None:
                     name = group.get("param_names", {index: f"number {index} of a group"})[index]
                     raise UsageError(
                         f"{type(part).__name__}: parameter '{name}' is {str(param.dtype).removeprefix('torch.')}, in "
-                        "which an average over many steps stands still: train fp32 weights, as with the plugin "
+                        "which an average over many steps does not change: train fp32 weights, as with the plugin "
                         "BF16Mixed"
                     )
 

@@ -284,7 +284,7 @@ class SpikeRollback(pl.Callback):
                 callback.after_rollback()
         rank_zero_warn(
             f"SpikeRollback: step {now}: {what}: weights and optimizer are those of step {first} again, from {source}; "
-            f"passed over: {rollback}. Rollback {len(self._rollbacks)} of at most {self.max_rollbacks}"
+            f"skipped: {rollback}. Rollback {len(self._rollbacks)} of at most {self.max_rollbacks}"
         )
 
     def _save(self, trainer: Any) -> None:

@@ -402,7 +402,7 @@ def restore(log: RunLog) -> Iterator[Finding]:
         if jump:
             said.append(f"{log.name('loss')} is {jump[0]:.4g} before and {jump[1]:.4g} after")
             causes.append("optimizer or scaler state was lost, or other data came" if not (lost or again) else "")
-            todo.append("--ckpt_path with the whole checkpoint, not its weights alone")
+            todo.append("--ckpt_path with the complete checkpoint, not only its weights")
         if lost:
             said.append(f"the optimizer counts {counted[step]:.0f} steps of {step}")
             causes.append("the optimizer's state was not restored")
@@ -410,11 +410,11 @@ def restore(log: RunLog) -> Iterator[Finding]:
         rates = _rate_jump(log["lr"].finite(), step)
         if rates:
             said.append(f"{log.name('lr')} is {rates[0]:.3g} before and {rates[1]:.3g} after")
-            causes.append("the schedule begins anew, or the recipe has another one")
+            causes.append("the schedule starts again, or the recipe has another one")
             todo.append("--ckpt_path LAST.ckpt with the recipe and the max_steps of the run before")
         if again:
             said.append(f"{again} of the next batches were trained before")
-            causes.append("the data begin anew")
+            causes.append("the data start again")
             todo.append("--data TextData or --trainer.callbacks+=ExactResume, which find the place again")
         if said:
             yield Finding(

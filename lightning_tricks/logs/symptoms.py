@@ -53,7 +53,7 @@ def printed(log: RunLog) -> Iterator[Finding]:
     if lines := [line for line in left if RAISED.search(line)]:
         yield Finding(
             "exception", "error", "established", lines[0], "the code in the last line of its traceback",
-            "mend it; --trainer.callbacks+=SafeCheckpoint; --resume auto goes on from the last checkpoint",
+            "fix it; --trainer.callbacks+=SafeCheckpoint; --resume auto resumes from the last checkpoint",
         )  # fmt: skip
 
 

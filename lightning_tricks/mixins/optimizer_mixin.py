@@ -158,7 +158,7 @@ class OptimizerMixin(Mixin):
         if self.optimizer is None and self._missing_optimizer is not None:
             raise UsageError(
                 f"optimizer: the checkpoint was trained with {self._missing_optimizer}, a function, which it cannot "
-                "hold: to train, pass optimizer=... to load_from_checkpoint, or build the module anew and give fit the "
+                "hold: to train, pass optimizer=... to load_from_checkpoint, or build a new module and give fit the "
                 "ckpt_path"
             )
         if self.freeze_patterns and self._frozen != freeze_parameters(self, self.freeze_patterns):
@@ -364,8 +364,8 @@ def _say_if_lr_jumps(trainer: Any, scheduler: ScheduleLR) -> None:
     before, now = scheduler.loaded_lr, float(scheduler.optimizer.param_groups[0]["lr"])
     if before is not None and not math.isclose(before, now, rel_tol=1e-3):
         rank_zero_warn(
-            f"step {trainer.global_step} has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule, its lr "
-            f"or the length of the run (max_steps={trainer.max_steps}) is another one now; the recipe's are used"
+            f"step {trainer.global_step}: lr is {now:.4g}, and was {before:.4g} in the checkpoint's run: the schedule, "
+            f"its lr or the run's length (max_steps={trainer.max_steps}) has changed; the recipe's values are used"
         )
 
 

@@ -144,7 +144,7 @@ def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, monkeyp
     with pytest.raises(UsageError) as caught:
         AtomicCheckpointIO().load_checkpoint(path)
     remedy = "if you trust it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
-    assert str(caught.value).startswith(f"{path} holds posix.mkdir, which weights_only=True does not let in: {remedy}")
+    assert str(caught.value).startswith(f"{path} holds posix.mkdir, which weights_only=True does not allow: {remedy}")
     assert not (tmp_path / "trace").exists()
     AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
     (tmp_path / "trace").rmdir()  # it is not harmless
@@ -172,7 +172,7 @@ def test_what_will_not_open_safely_is_said_once_and_saved_all_the_same(writer, t
         save(writer, unsafe, path)
     assert len(caught) == 1
     assert writer.load_checkpoint(path, weights_only=False)["hyper_parameters"] == {"data": Path("x")}
-    with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not let in"):
+    with pytest.raises(UsageError, match=r"holds pathlib\.\w+, which weights_only=True does not allow"):
         writer.load_checkpoint(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

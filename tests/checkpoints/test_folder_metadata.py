@@ -100,7 +100,7 @@ def test_a_program_in_the_place_of_a_setting_is_refused_and_not_run(weights_only
     marker = tmp_path / "marker"
     shards = {"state_dict": WEIGHTS, "optimizer_0": {"param_groups": [{"lr": Evil(marker), "params": ["a"]}]}}
     folder = write_shards(tmp_path / "at.ckpt", shards)
-    refused(folder, r"holds \w+\.system, which weights_only=True does not let in", weights_only)
+    refused(folder, r"holds \w+\.system, which weights_only=True does not allow", weights_only)
     assert not marker.exists()
     open_checkpoint(folder, weights_only=False)  # who asks for it gets it
     assert marker.exists()
@@ -109,7 +109,7 @@ def test_a_program_in_the_place_of_a_setting_is_refused_and_not_run(weights_only
 def test_a_program_in_meta_pt_is_refused_and_not_run(tmp_path):
     marker = tmp_path / "marker"
     folder = write_shards(tmp_path / "at.ckpt", {"state_dict": WEIGHTS}, {"lr_schedulers": [], "x": Evil(marker)})
-    refused(folder, "which weights_only=True does not let in")
+    refused(folder, "which weights_only=True does not allow")
     assert not marker.exists()
 
 

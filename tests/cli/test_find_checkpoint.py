@@ -147,10 +147,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_goes_on_from_the
     damage(newest_first()[0])  # and with it the link last.ckpt
     fit(option, steps=6)
     assert started_at(caplog) == 3
-    (passed,) = lines(caplog, f"{option.lstrip('-')}: passed over: ")
+    (passed,) = lines(caplog, f"{option.lstrip('-')}: skipped: ")
     assert ("last.ckpt: a link to" if damage is Path.unlink else "step=4.ckpt") in passed
     (took,) = lines(caplog, f"{option.lstrip('-')}: runs/toy/version_0/checkpoints/")
-    assert took.endswith("step=3.ckpt, the newest whole checkpoint in runs/toy")
+    assert took.endswith("step=3.ckpt, the newest complete checkpoint in runs/toy")
     assert folders() == ["version_0"]
     assert step_of(CHECKPOINTS / "last.ckpt") == 6
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(caplog, monkeypat
 
     monkeypatch.setattr(choosing, "verify_checkpoint", verify)
     fit("--resume=auto", steps=6)
-    (passed,) = lines(caplog, "resume=auto: passed over: ")
+    (passed,) = lines(caplog, "resume=auto: skipped: ")
     assert passed.endswith("epoch=0-step=4.ckpt: cannot be read (Input/output error)")
     assert started_at(caplog) == 3
 
@@ -281,7 +281,7 @@ def test_under_deepspeed_a_folder_that_is_no_whole_one_of_deepspeed_is_passed_ov
     trainer = SimpleNamespace(strategy=strategy, checkpoint_callbacks=[saver], callbacks=[], max_steps=4, logger=None)
     trainer.default_root_dir, trainer.fast_dev_run = "runs", False
     assert choose_checkpoint("fit", "last", trainer) == str(tmp_path / "step=1.ckpt")
-    (passed,) = lines(caplog, "ckpt_path=last: passed over: ")
+    (passed,) = lines(caplog, "ckpt_path=last: skipped: ")
     assert passed.endswith("the checkpoint step=2.ckpt was not written to its end: take an earlier one")
 
 
@@ -290,7 +290,7 @@ def test_a_file_of_weights_alone_is_passed_over_by_a_fit(caplog):
     content = torch.load(newest_first()[0], weights_only=True)
     torch.save({"state_dict": content["state_dict"]}, CHECKPOINTS / "weights.ckpt")
     fit("--resume=auto", steps=5)
-    assert "it holds weights only" in lines(caplog, "resume=auto: passed over: ")[0]
+    assert "it holds weights only" in lines(caplog, "resume=auto: skipped: ")[0]
     assert started_at(caplog) == 4
 
 
@@ -360,7 +360,7 @@ def test_a_fine_tuning_that_is_killed_goes_on_by_the_same_command(caplog):
     fit(*command, steps=3)
     assert (own["global_step"], started_at(caplog)) == (1, 1)
     assert lines(
-        caplog, f"init_from={base}: not read, as the run goes on from runs/toy/version_0/checkpoints/last.ckpt"
+        caplog, f"init_from={base}: not read, as the run resumes from runs/toy/version_0/checkpoints/last.ckpt"
     )
 
 
@@ -387,6 +387,6 @@ def test_two_processes_of_lightnings_launcher_go_on_from_the_same_whole_checkpoi
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "resume=auto" in line or "Going on" in line]
     assert len(said) == 3, said
-    assert "passed over: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]
-    assert said[1].endswith("epoch=0-step=1.ckpt, the newest whole checkpoint in runs/small")
+    assert "skipped: runs/small/version_0/checkpoints/epoch=0-step=2.ckpt" in said[0]
+    assert said[1].endswith("epoch=0-step=1.ckpt, the newest complete checkpoint in runs/small")
     assert "Going on from step 1 of" in said[2]

@@ -47,10 +47,10 @@ def test_what_is_no_value_of_an_option_stays_where_it_is(args):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("a: 1\nb: 2\na: 3\n", "r.yaml, lines 1 and 3: 'a' stands twice"),
-        ("t:\n  c: 1\n  c: 1\n", "r.yaml, lines 2 and 3: 't.c' stands twice"),
-        ("t:\n- x: {c: 1, c: 2}\n", "r.yaml, line 2: 't.x.c' stands twice"),
-        ("m: {class_path: A, init_args: {d: {class_path: B, w: 1}}}", "line 1: 'm.d.w' stands beside class_path"),
+        ("a: 1\nb: 2\na: 3\n", "r.yaml, lines 1 and 3: 'a' is there twice"),
+        ("t:\n  c: 1\n  c: 1\n", "r.yaml, lines 2 and 3: 't.c' is there twice"),
+        ("t:\n- x: {c: 1, c: 2}\n", "r.yaml, line 2: 't.x.c' is there twice"),
+        ("m: {class_path: A, init_args: {d: {class_path: B, w: 1}}}", "line 1: 'm.d.w' is beside class_path"),
     ],
 )
 def test_a_mistake_of_a_recipes_text_names_its_line(text, line):

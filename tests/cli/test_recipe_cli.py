@@ -98,7 +98,7 @@ def test_an_included_file_is_found_beside_the_recipe_and_the_command_line_wins(t
 
 SIZES = {"vocab_size": 4096, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
 DROPPED = (
-    "GPT2 in place of Llama; d_model=256, n_layers=4, n_heads=4 stay; "
+    "GPT2 instead of Llama; kept: d_model=256, n_layers=4, n_heads=4; "
     "dropped: activation=relu2, qk_norm=True, zero_init_outputs=True"
 )
 
@@ -115,7 +115,7 @@ def test_another_decoder_brings_its_own_architecture_and_one_line_says_what_was_
     for options in (["--model.decoder", "GPT2"], ["--config", str(later)], ["--model.decoder={class_path: GPT2}"]):
         caplog.clear()
         assert decoder(*options) == GPT2(**SIZES)
-        assert [record.message for record in caplog.records if "in place of" in record.message] == [DROPPED]
+        assert [record.message for record in caplog.records if "instead of" in record.message] == [DROPPED]
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")
@@ -131,17 +131,17 @@ def test_what_is_given_for_the_new_decoder_counts():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--model.optimizer", "SGD"], "SGD in place of AdamW; lr=0.002, fused=True stay; "
+        (["--model.optimizer", "SGD"], "SGD instead of AdamW; kept: lr=0.002, fused=True; "
          "dropped: betas=(0.9, 0.95)"),
-        (["--model.schedule", "WarmupCosine"], "WarmupCosine in place of WarmupLinear; "
-         "warmup_steps=40 stay"),
-        (["--trainer.logger", "ResumingCSVLogger"], "ResumingCSVLogger in place of "
-         "ResumingTensorBoardLogger; save_dir=runs, name=tiny stay"),
+        (["--model.schedule", "WarmupCosine"], "WarmupCosine instead of WarmupLinear; "
+         "kept: warmup_steps=40"),
+        (["--trainer.logger", "ResumingCSVLogger"], "ResumingCSVLogger instead of "
+         "ResumingTensorBoardLogger; kept: save_dir=runs, name=tiny"),
     ],
 )  # fmt: skip
 def test_another_class_says_which_settings_of_the_one_before_stay(options, line, caplog):
     load_recipe("--config", str(TINY), *options)
-    assert [record.message for record in caplog.records if "in place of" in record.message] == [line]
+    assert [record.message for record in caplog.records if "instead of" in record.message] == [line]
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")

@@ -71,7 +71,7 @@ def test_one_option_gives_a_recipes_run_in_tokens(capsys, caplog):
     out = capsys.readouterr().out
     assert "step 7/7 (100%)" in out
     assert "--total_tokens 200" in next(line for line in out.splitlines() if line.startswith("Go on:"))
-    assert "total_tokens=100 stands in place of the recipe's trainer.max_steps=4" in caplog.text
+    assert "total_tokens=100 replaces the recipe's trainer.max_steps=4" in caplog.text
     with open("runs/small/version_0/config.yaml", encoding="utf-8") as file:
         saved = yaml.safe_load(file)
     assert (saved["total_tokens"], saved["trainer"]["max_steps"], saved["trainer"]["max_epochs"]) == (100, -1, -1)

@@ -304,7 +304,7 @@ def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchan
     report = trained.report(16, alone)
     assert (report.samples.runs, report.samples.told_by) == ([(128, 133)], tmp_path / "later.ckpt")
     assert "4 steps before the step began\n" in report.table(0)
-    assert "the samples are told by" in report.table(0)
+    assert "the samples are known from" in report.table(0)
 
 
 def test_a_later_checkpoint_of_another_run_tells_nothing(trained, tmp_path):

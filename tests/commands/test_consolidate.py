@@ -60,7 +60,7 @@ def test_the_state_of_a_plugin_passes_and_what_is_not_safe_is_said(tmp_path, cap
     found = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert found["FP16Mixed"] == scaler
     assert found["hyper_parameters"] == {"path": Path("x")}
-    assert "which weights_only=True does not let in" in capsys.readouterr().out.splitlines()[-1]
+    assert "which weights_only=True does not allow" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_folder_of_deepspeed_goes_to_its_own_reader(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_a_sound_run_is_equal_in_every_part(once):
     assert str(report).splitlines() == [
         "samples: not compared at 6 steps (not recorded in both)",  # a loader of another library has none
         *(f"{part}: equal at 6 steps" for part in PARTS),
-        "verify-resume: 6 steps straight and 3 + kill -9 + 3 are equal to the bit, in what was compared",
+        "verify-resume: 6 steps straight and 3 + kill -9 + 3 are bitwise equal, in what was compared",
     ]
 
 
@@ -194,12 +194,12 @@ def test_every_process_of_a_run_is_compared():
     report = verify_resume(make_ddp, steps=4)
     assert report.equal, report
     assert report.world_size == 2
-    assert str(report).endswith("2 + kill -9 + 2 in 2 processes are equal to the bit, in what was compared")
+    assert str(report).endswith("2 + kill -9 + 2 in 2 processes are bitwise equal, in what was compared")
 
 
 def test_what_cannot_be_verified_is_one_line(monkeypatch):
     for made, steps, words in (
-        (lambda: make(), 6, "give a function that stands at the top of a module or script"),
+        (lambda: make(), 6, "give a function at the top level of a module or script"),
         (make_short, 6, "the run ended after 5 steps, and 6 were asked for: give --steps 5 or fewer"),
         (make_broken, 6, "the run failed with exit code 1: RuntimeError: no such dataset"),
     ):
@@ -261,7 +261,7 @@ def test_a_recipe_is_verified_as_it_is_and_nothing_is_written_beside_it(text_fil
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "samples: equal at 4 steps"
-    assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are equal to the bit\n")
+    assert done.stdout.endswith("4 steps straight and 2 + kill -9 + 2 are bitwise equal\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "facts.json", "small.yaml"]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["equal"], facts["steps"], facts["steps_before_kill"], facts["processes"]) == (True, 4, 2, 1)

@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_keeps_its_own_weights_and_says_so(source, tmp_path, 
         start, _ = fit(tmp_path, InitFrom(path), steps=4, ckpt_path=tmp_path / "own.ckpt")
     assert same(start.weights, own)
     assert not same(own, weights)
-    assert f"init_from={path}: not read, as the run goes on from {tmp_path / 'own.ckpt'}" in caplog.text
+    assert f"init_from={path}: not read, as the run resumes from {tmp_path / 'own.ckpt'}" in caplog.text
 
 
 def test_a_module_may_refuse_and_every_line_names_the_option(source, tmp_path):

@@ -34,7 +34,7 @@ def test_a_fresh_start_leaves_the_checkpoints_of_the_run_before_and_says_so_in_o
     assert steps(tmp_path) == [18, 20]
     assert lines_of(saver(tmp_path), 8) == [
         f"SafeCheckpoint: {tmp_path} holds checkpoints that this run did not write (2, the newest is step=20.ckpt): "
-        "it neither counts nor deletes them, so delete by hand what you do not need"
+        "it neither counts nor deletes them, so delete yourself what you do not need"
     ]
     assert steps(tmp_path) == [6, 8, 18, 20]
     assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"

@@ -354,7 +354,7 @@ def test_a_disk_that_is_full_for_the_link_costs_neither_the_run_nor_the_checkpoi
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "symlink", full)
-    with pytest.warns(UserWarning, match="last.ckpt leads to an older checkpoint: No space left"):
+    with pytest.warns(UserWarning, match="last.ckpt links to an older checkpoint: No space left"):
         fit(every(2, tmp_path, keep_last=1), steps=4, ckpt_path=tmp_path / "last.ckpt")
     assert os.readlink(tmp_path / "last.ckpt") == "step=2.ckpt"
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "last.ckpt"}
@@ -528,7 +528,7 @@ def test_on_a_full_disk_the_next_to_go_goes_and_the_save_is_tried_again(tmp_path
 )
 def test_without_room_training_goes_on_and_the_next_save_tries_again(tmp_path, monkeypatch, asynchronous, number):
     tried = full_disk(monkeypatch, tmp_path, room=1, until=4, number=number)
-    match = rf"step=4.ckpt was not saved: {os.strerror(number)}. Training goes on.*newest checkpoint is .*step=2.ckpt"
+    match = rf"step=4.ckpt was not saved: {os.strerror(number)}. Training continues.*newest checkpoint is .*step=2.ckpt"
     with pytest.warns(UserWarning, match=match):
         trainer, _ = fit(every(2, tmp_path, keep_last=3, asynchronous=asynchronous), steps=10)
     assert trainer.global_step == 10
@@ -541,7 +541,7 @@ def test_each_of_two_savers_does_without_what_its_own_disk_cannot_hold_and_other
     before_writes(monkeypatch, lambda path: path.parent == tmp_path / "a" or refuse(errno.ENOSPC))
     savers = [every(2, tmp_path / name) for name in ("a", "b")]
     assert lines_of([*savers, saves_by_hand(tmp_path / "mine.ckpt", 3)], raises=OSError) == [
-        f"SafeCheckpoint: {tmp_path}/b/step=2.ckpt was not saved: No space left on device. Training goes on, and the "
+        f"SafeCheckpoint: {tmp_path}/b/step=2.ckpt was not saved: No space left on device. Training continues, the "
         "next save tries again: free some space. There is no checkpoint yet"
     ]
     assert steps(tmp_path / "a") == [2], "the user's own save has ended the run"

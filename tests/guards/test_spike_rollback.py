@@ -68,7 +68,7 @@ def test_weights_buffers_and_optimizer_go_back_and_all_else_goes_on(optimizer):
     found = fit(Data(nan_at(45)), rollbacks(), states, model=model, steps=70)
     assert found.lines == [
         "SpikeRollback: step 50: loss not finite, out of bounds since step 45: weights and optimizer are those of step "
-        "40 again, from memory; passed over: steps 40 to 49, samples [[640, 799]]. Rollback 1 of at most 5"
+        "40 again, from memory; skipped: steps 40 to 49, samples [[640, 799]]. Rollback 1 of at most 5"
     ]
     assert same(states.at[50], states.at[40])
     assert not same(states.at[51], states.at[41])  # the next batch is another
@@ -107,7 +107,7 @@ def test_an_average_goes_back_with_the_weights_and_on_from_there(make, in_front,
 def test_a_spike_before_the_second_copy_goes_back_to_the_first_step():
     states = States()
     found = fit(Data(nan_at(3), positions=False), rollbacks(), states, steps=12)
-    assert "those of step 0 again, from memory; passed over: steps 0 to 9. Rollback" in found.lines[0]
+    assert "those of step 0 again, from memory; skipped: steps 0 to 9. Rollback" in found.lines[0]
     assert same(states.at[10], states.at[0])  # the optimizer has no state again
 
 
@@ -169,7 +169,7 @@ def test_the_loss_scale_goes_back(copies, tmp_path):
         plugins=[FP16Mixed(init_scale=256.0)], steps=52, folder=tmp_path,
     )  # fmt: skip
     (line,) = found.lines
-    assert f"those of step 40 again, from {'memory' if copies else tmp_path / 'step=40.ckpt'}; passed over" in line
+    assert f"those of step 40 again, from {'memory' if copies else tmp_path / 'step=40.ckpt'}; skipped" in line
     assert at[49] < at[40] == at[50]
 
 
@@ -225,7 +225,7 @@ def test_without_copies_it_goes_back_to_the_newest_finite_checkpoint_from_before
         steps=70, folder=tmp_path, log_every_n_steps=20,
     )  # fmt: skip
     assert (
-        f"of step 40 again, from {tmp_path}/step=40.ckpt; passed over: steps 40 to 49, samples [[640, 799]]"
+        f"of step 40 again, from {tmp_path}/step=40.ckpt; skipped: steps 40 to 49, samples [[640, 799]]"
         in (found.lines[0])
     )
     assert same(states.at[50], states.at[40])
@@ -245,7 +245,7 @@ def test_a_run_that_began_without_it_goes_back_to_the_checkpoints_of_its_beginni
     found = fit(Data(nan_at(23)), *callbacks, ckpt_path=path, steps=40, folder=tmp_path)
     assert found.lines == [
         "SpikeRollback: step 30: loss not finite, out of bounds since step 23: weights and optimizer are those of step "
-        f"20 again, from {path}; passed over: steps 20 to 29. Rollback 1 of at most 5"
+        f"20 again, from {path}; skipped: steps 20 to 29. Rollback 1 of at most 5"
     ]
     assert same(states.at[30], states.at[20])
 

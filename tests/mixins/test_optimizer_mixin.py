@@ -336,7 +336,9 @@ def test_a_class_that_is_not_imported_is_refused_by_name():
 def test_weights_alone_are_refused_by_fit_in_one_line_and_taken_by_the_others(tmp_path):
     path = tmp_path / "weights.ckpt"
     fit(Saving(), 2).save_checkpoint(path, weights_only=True)
-    with pytest.raises(UsageError, match=rf"^ckpt_path={path}: it holds weights only .* saved whole; [^\n]*$"):
+    with pytest.raises(
+        UsageError, match=rf"^ckpt_path={path}: it holds weights only .* a complete checkpoint; [^\n]*$"
+    ):
         fit(Saving(), 4, resume=path)
     for stage in ("validate", "test", "predict"):
         model = Saving()

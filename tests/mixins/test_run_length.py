@@ -293,6 +293,8 @@ def test_a_learning_rate_that_jumps_at_a_resume_is_named_with_both_values(tmp_pa
         assert len(found) == jumps
         if jumps:
             before, now = (schedule.lr(1.0, 6, total) for total in (8, 80))
-            assert found[0].startswith(f"step 6 has lr {now:.4g}, in the checkpoint's run {before:.4g}: the schedule")
+            assert found[0].startswith(
+                f"step 6: lr is {now:.4g}, and was {before:.4g} in the checkpoint's run: the schedule"
+            )
             assert model.lrs[0] == now
             assert "\n" not in found[0]

@@ -185,7 +185,7 @@ def sharded_before(rank: int) -> None:
     for line, given in others.items():
         options = dict(given)
         precision = {"plugins": options.pop("plugins")} if "plugins" in options else {}
-        with pytest.raises(UsageError, match=rf"^{line}.* and it stays so: give the same, or build the module anew$"):
+        with pytest.raises(UsageError, match=rf"^{line}.* and it stays so: give the same, or build a new module$"):
             fit(model, FSDP2Strategy(**options), 2, rows(rank, 2), max_steps=1, **precision)
     assert len(model.losses) == 1
     # what an earlier run has not settled, and what changes no result of an evaluation

@@ -25,7 +25,7 @@ class Change:
     Attributes:
         options: as typed.
         why: what it costs.
-        peak: bytes of the largest instant with it.
+        peak: bytes of the peak with it.
     """
 
     options: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Candidate(NamedTuple):
 
 
 def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED) -> tuple[Change, ...]:
-    """At most `most` changes, each of another kind, with which the largest instant takes at most `room` bytes.
+    """At most `most` changes, each of another kind, with which the peak takes at most `room` bytes.
 
     First those that need no more devices, then more devices, if need be with all that saves activations.
     """

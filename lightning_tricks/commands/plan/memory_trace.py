@@ -81,7 +81,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes of the largest instant."""
+        """Bytes of the peak."""
         return sum(self.instants[self.largest].values())
 
     def changed(self, change: Callable[[str, Lines], Lines], on_host: bool = False) -> "StepMemory":

@@ -93,7 +93,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes of the largest instant, with the device's overhead."""
+        """Bytes of the peak, with the device's overhead."""
         return None if self.memory is None else self.memory.peak + self.device.overhead
 
     @property
@@ -103,7 +103,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the largest instant fits on a device; None where it is not known."""
+        """Whether the peak fits on a device; None where it is not known."""
         return None if self.peak_bytes is None else self.peak_bytes <= self.device.bytes
 
     @property
@@ -130,7 +130,7 @@ class MemoryPlan:
         return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
     def step_time(self) -> "StepTime | None":
-        """Time of a step on paper, on this mesh."""
+        """Estimated time of a step, on this mesh."""
         setup, dims = self.setup, self.setup.dims
         if self.flops_per_token is None or self.device.peak is None or not setup.length:
             return None

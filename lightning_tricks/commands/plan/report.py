@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_tricks.commands.plan.memory_trace import LINES
 from lightning_tricks.commands.plan.plan import MemoryPlan
 
-_LEAST = 1e-3  # share of the largest instant below which a line is not shown
+_LEAST = 1e-3  # share of the peak below which a line is not shown
 
 
 def report(plan: MemoryPlan) -> str:
@@ -48,7 +48,7 @@ def _memory(plan: MemoryPlan) -> Iterator[str]:
         yield _row("weights", _gib(plan.whole.weights))
         return
     lines = plan.memory.instants[plan.memory.largest]
-    yield _row("largest instant", plan.memory.largest)
+    yield _row("peak", plan.memory.largest)
     top = max(lines, key=lambda line: lines[line])
     for line in LINES:
         if lines.get(line, 0) > _LEAST * plan.memory.peak:
@@ -61,7 +61,7 @@ def _memory(plan: MemoryPlan) -> Iterator[str]:
     yield _row("in all", f"{_gib(plan.peak_bytes)}, {share:.0%} of the device: {verdict}")
     others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
     for number, (name, size) in enumerate(others.items()):
-        yield _row("other instants" if number == 0 else "", f"{_gib(size)}  {name}")
+        yield _row("other phases" if number == 0 else "", f"{_gib(size)}  {name}")
     if plan.memory.ranks:
         sizes = ", ".join(f"{name} {_gib(size + device.overhead)}" for name, size in plan.memory.ranks.items())
         yield _row("pipeline ranks", f"{sizes}; the largest is shown above")
@@ -119,7 +119,7 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
     if times:
         if plan.whole.waits:
             yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")
-        yield _row("computation", f"{times.compute:,.3g} s; a step on paper {times.total:,.3g} s")
+        yield _row("computation", f"{times.compute:,.3g} s; estimated step {times.total:,.3g} s")
 
 
 def _gib(size: float) -> str:

@@ -132,7 +132,7 @@ class ExactResume(pl.Callback):
         follower: Replay | StatefulLoader | None = None
         if can_be_replayed(loader):
             if loader.num_workers and loader.persistent_workers:
-                say(name, "persistent_workers=True has no effect: workers start anew each epoch")
+                say(name, "persistent_workers=True has no effect: workers restart each epoch")
             seed = int(torch.empty((), dtype=torch.int64).random_())
             loader = replayed(loader, seed, data_rank(self._trainer)[0], self._fetched)
             follower = loader.replay

@@ -397,7 +397,7 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             if value != before and (trains or option in _CHANGES_RESULTS):
                 raise UsageError(
                     f"{option}={value}: an earlier run has sharded this {type(module).__mro__[2].__name__} with "
-                    f"{before}, and it stays so: give the same, or build the module anew"
+                    f"{before}, and it stays so: give the same, or build a new module"
                 )
 
     @property
