@@ -20,12 +20,12 @@ _BEST = "expects of ModelCheckpoint a best score that is not a number, or a chec
 _STATE = "expects the state of ModelCheckpoint in the checkpoint, or none of a second callback in the same folder"
 _RANDOM = "goes back to a checkpoint, and SafeCheckpoint puts back the random state that is in it"
 _DRAWS = "draws its data, or their order, from the random numbers that ExactResume sets"
-_MID_EPOCH = "goes on in mid-epoch: here with the next batch of the same epoch, and not with the first one"
+_MID_EPOCH = "resumes in mid-epoch: here with the next batch of the same epoch, and not with the first one"
 _PLACE = "looks for the place in a loader where Lightning writes it"
 _WHOLE_STEPS = "expects the state in the middle of a step: here whole steps are saved, with what belongs to them"
 _LOADER = "looks at the loader itself, in whose place one stands that knows its place"
 _PRUNES = "prunes by a tensor of the module's last forward pass, the validation with the averaged weights"
-_UNFROZEN = "goes on with a parameter that was frozen, and has no average"
+_UNFROZEN = "resumes with a parameter that was frozen, and has no average"
 _NO_BATCH = "trains no batch: Preemption leaves the loops' state out of a checkpoint before the first one"
 _SEARCH = "fails in a search for a learning rate, of which Lightning tells no callback"
 _MANUAL = "optimizes manually, so that the Trainer accumulates nothing"
@@ -106,7 +106,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         _SAFE,
         "test_base_finetuning_internal",
         "does not require grad",
-        "goes on behind a validation, where Lightning's own fine-tuning fails after ModelCheckpoint, too",
+        "resumes after a validation, where Lightning's own fine-tuning fails after ModelCheckpoint, too",
     ),
     (
         _SAFE,
@@ -169,9 +169,9 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "ExactResume",
         "",
         "UsageError: estimated_stepping_batches",
-        "restores a checkpoint in the middle of a fit, or behind it by hand",
+        "restores a checkpoint in the middle of a fit, or after it in its own code",
     ),
-    ("ExactResume", "", "UsageError: reload_dataloaders_every_n_epochs", "makes its loaders anew in each epoch"),
+    ("ExactResume", "", "UsageError: reload_dataloaders_every_n_epochs", "makes new loaders in each epoch"),
     # the mixin
     (
         "GradientClippingMixin",

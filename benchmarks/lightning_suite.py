@@ -267,7 +267,7 @@ def row_of(mode: str, found: Mapping[str, Any]) -> list[str]:
 def table(modes: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: a row for each mode."""
     head = ["in each Trainer", "tests", "pass", "refused", "fail for a reason", "other numbers for a reason"]
-    lines = [[*head, "not explained", "runs equal to the bit", "commit"], ["---"] * 9]
+    lines = [[*head, "not explained", "runs bitwise equal", "commit"], ["---"] * 9]
     return markdown([*lines, *(row_of(*item) for item in modes.items())])
 
 

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "docs/README.md"
 GUIDES = {
     "all_pages", "checkpoints", "command_line", "compatibility", "data", "existing_projects", "export", "glossary",
-    "installing", "language_model", "launching", "layer_statistics", "limits", "monitors", "parameter_roles", "playbook",
-    "precision", "questions", "quickstart", "recipes", "resume_with_changes", "speed", "strategies", "versions",
+    "installing", "language_model", "launching", "layer_statistics", "limits", "monitors", "parameter_roles",
+    "playbook", "precision", "questions", "quickstart", "recipes", "resume_with_changes", "speed", "strategies", "versions",
     "what_survives", "which_optimizer",
 }  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)

@@ -60,7 +60,7 @@ def _lightning() -> str:
     monitors = _newest("lightning-suite")["modes"]["monitors"]
     return (
         f"| **{monitors['equal']:,} of {monitors['ends']:,}** | training runs in Lightning's own tests that are "
-        "equal to the bit with and without our monitors "
+        "bitwise equal with and without our monitors "
         "| [table](docs/compatibility.md#lightnings-own-tests) |"
     )
 
@@ -72,7 +72,7 @@ def _strategies() -> str:
     equal = sum(not row["resume"]["differing_tensors"] for row in resumed)
     return (
         f"| **{equal} of {len(resumed)}** | layouts over up to {max(row['processes'] for row in rows)} processes that "
-        f"resume to the bit; losses of ten steps are within {loss:.0e} of one process "
+        f"resume bitwise; losses of ten steps are within {loss:.0e} of one process "
         "| [table](docs/strategies.md#compare-the-training) |"
     )
 
