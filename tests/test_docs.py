@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli.parsers import no_hyper_parameters, shared_parser  # noqa: F401, fixtures
+from markdown_it import MarkdownIt
 
 import lightning_tricks
 from lightning_tricks.cli import load_recipe
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.pages
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = ROOT / "docs/README.md"
 GUIDES = {
-    "checkpoints", "command_line", "data", "existing_projects", "export", "glossary", "launching", "monitors",
-    "parameter_roles", "playbook", "precision", "questions", "quickstart", "recipes", "speed", "strategies", "versions",
-    "what_survives", "which_optimizer",
+    "all_pages", "checkpoints", "command_line", "data", "existing_projects", "export", "glossary", "launching",
+    "monitors", "parameter_roles", "playbook", "precision", "questions", "quickstart", "recipes", "speed", "strategies",
+    "versions", "what_survives", "which_optimizer",
 }  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
 CARDS = [page for page in DOCS if page.stem not in GUIDES]
@@ -152,6 +153,31 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose(page))
     local = [link for link in ("".join(pair) for pair in links) if "://" not in link]
     assert [link for link in local if broken(page, link)] == []
+
+
+def test_the_readme_is_short_and_shows_before_it_tells():
+    """Words and links of what a code host renders: headings, text, tables and badges, without blocks of code."""
+    html = MarkdownIt("commonmark").enable("table").render((ROOT / "README.md").read_text(encoding="utf-8"))
+    text = re.sub(r"<pre.*?</pre>|<!--.*?-->", "", html, flags=re.S)
+    badges = re.findall(r'alt="([^"]+)"[^>]*>', text)
+    words = " ".join([*badges, re.sub(r"<[^>]*>", " ", text)]).split()
+    assert len(words) <= 700
+    assert len(re.findall(r"<a ", text)) <= 30
+    order = ["<picture>", "callbacks=watch", "fit --config", "pytest -n 2", "compare.png", "<table>"]
+    assert [place for place in sorted(order, key=html.index) if html.count(place)] == order
+    below = html.partition("<h2>What it does</h2>")[2].partition("<h2>")[0]
+    assert len(re.findall(r"<h3>", below)) == 5
+    assert max(p.count("\n") for p in re.findall(r"<p>.*?</p>", below, re.S)) < 5
+
+
+def test_each_picture_of_the_front_pages_has_a_light_and_a_dark_form():
+    for page in (ROOT / "README.md", INDEX, ROOT / "docs/quickstart.md", ROOT / "docs/speed.md"):
+        text = page.read_text(encoding="utf-8")
+        pictures = re.findall(r'<source media="[^"]*dark\)" srcset="([^"]+)">\s*<img[^>]* src="([^"]+)"', text)
+        assert len(pictures) == len(re.findall(r"<img |!\[[^]]*\]\((?!http)", text)) > 0
+        for dark, light in pictures:
+            assert dark == re.sub(r"(\.\w+)$", r"_dark\1", light)
+            assert (page.parent / dark).is_file()
 
 
 def test_the_page_for_agents_is_short_and_names_files_and_commands_that_exist():

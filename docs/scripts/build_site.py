@@ -52,9 +52,11 @@ AS_CODE = {
 }
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|((?:src|href)=\")([^\"]+)(\")")
 PICTURE = re.compile(
-    r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+    r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]*)" src="([^"]+)"(?: width="\d+")?>\s*</picture>'
 )
-BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host, in whose place its text stands
+BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host; its text takes its place
+BY_THEME = r"![\2](\3#only-light)![\2](\1#only-dark)"  # how the theme wants a picture with two forms
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -72,15 +74,16 @@ def stage(out: Path) -> None:
     for name, text in cards.items():
         lines = api.get(name)
         text += "\n## API\n\n" + "\n".join(lines) + "\n" if lines else ""
-        write(staged / f"{name}.md", PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", text))
+        write(staged / f"{name}.md", PICTURE.sub(BY_THEME, text))
     for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
     copy_linked(staged)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
     listed = [{title_of(name): f"reference/{name}.md"} for name in reference().entries]
+    others = [f"repository/{path}" for path in PROJECT if path != "README.md"]
     section(settings["nav"], "Reference")[:0] = [{"API": ["reference/README.md", *listed]}]
-    section(settings["nav"], "Reference").append({"Project": [f"repository/{path}" for path in PROJECT]})
+    section(settings["nav"], "Reference").append({"Project": [{"README": "repository/README.md"}, *others]})
     (out / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -92,7 +95,8 @@ def read_cards() -> dict[str, str]:
 @functools.cache
 def reference() -> Reference:
     """What is public, read once in this process."""
-    return read_reference(ROOT, {name: text for name, text in read_cards().items() if name != "README"})
+    lists = ("README", page_lists.INDEX)  # which name much and describe nothing
+    return read_reference(ROOT, {name: text for name, text in read_cards().items() if name not in lists})
 
 
 def copy_linked(staged: Path) -> None:
@@ -133,7 +137,7 @@ def copy_linked(staged: Path) -> None:
         if path.is_dir():
             write(target, relinked(listing(path), place(page, path / "README.md")))
         elif path.suffix == ".md":
-            text = BADGE.sub(r"\1", path.read_text(encoding="utf-8"))
+            text = PICTURE.sub(BY_THEME, BADGE.sub(r"`\1`", path.read_text(encoding="utf-8")))
             write(target, relinked(text, place(page, path)))
         elif page.suffix == ".md":
             write(target, code_page(path))

@@ -3,4 +3,4 @@
 import page_lists
 from filler import Filler
 
-FILLERS = {"page_lists": Filler("README.md", lambda _: page_lists.index(), measured=False)}
+FILLERS = {"page_lists": Filler(f"{page_lists.INDEX}.md", lambda _: page_lists.index(), measured=False)}

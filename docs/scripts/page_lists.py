@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1]
+INDEX = "all_pages"
 SECTIONS = ("Start", "Train", "Watch", "Precision", "Shard", "Guard", "Save", "Commands", "Reference")
 LAST_LINE = re.compile(r"\n<!-- (\w+) (\d+): (.+) -->\n*$")
 
@@ -33,7 +34,7 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """All pages but the index, in the order of sections and places.
+    """All pages but the home page, in the order of sections and places.
 
     Raises:
         ValueError: a page has no such last line, or two have one place.
@@ -61,12 +62,13 @@ def in_sections() -> dict[str, list[Page]]:
 
 
 def index() -> dict[str, str]:
-    """The lists of docs/README.md, by the name of their place."""
-    parts = [f"## {name}\n\n" + "\n".join(page.line for page in found) for name, found in in_sections().items()]
+    """The lists of docs/all_pages.md, by the name of their place."""
+    lines = {name: [page.line for page in found if page.name != INDEX] for name, found in in_sections().items()}
+    parts = [f"## {name}\n\n" + "\n".join(found) for name, found in lines.items()]
     return {"pages": "\n" + "\n\n".join(parts) + "\n"}
 
 
-def navigation() -> list[Mapping[str, list[str]]]:
+def navigation() -> list[Mapping[str, list[str | dict[str, str]]]]:
     """The navigation of the site."""
     names = {name: [f"{page.name}.md" for page in found] for name, found in in_sections().items()}
-    return [{"Start": ["README.md", *names.pop("Start")]}, *({name: found} for name, found in names.items())]
+    return [{"Start": [{"Home": "README.md"}, *names.pop("Start")]}, *({name: found} for name, found in names.items())]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data import TextData
-from lightning_tricks.data.corpus import hugging_face, read_pieces, standard_library, text_files
+from lightning_tricks.data.corpus import hugging_face, standard_library, text_files
+from lightning_tricks.data.text_files import read_pieces
 
 
 def documents(*patterns: object, text_field: str = "text") -> list[str]:
