@@ -75,8 +75,8 @@ def how_to_open(logdir: str) -> str:
     """The command that starts TensorBoard on a folder, unless it runs, and the address, where no curve is smoothed."""
     for info in manager.get_all():
         if Path(logdir).resolve().is_relative_to(Path(info.logdir).resolve()) and _answers(info.port):
-            return f"open http://localhost:{info.port}/?smoothing=0"
-    return f"tensorboard --logdir {shell_word(logdir)}   then open http://localhost:6006/?smoothing=0"
+            return f"open http://localhost:{info.port}/#scalars&_smoothingWeight=0"
+    return f"tensorboard --logdir {shell_word(logdir)}   then open http://localhost:6006/#scalars&_smoothingWeight=0"
 
 
 def _answers(port: int) -> bool:
@@ -188,12 +188,15 @@ class TensorBoardDashboard(pl.Callback):
         self._clip = trainer.gradient_clip_val if by_norm and found else None
         self._result, self._started, self._laid_out, self._curves = None, False, False, []
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._show)
         self._buffer.step_loss().log()
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
             say(f"TensorBoard: {how_to_open(str(logger.root_dir))}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Show each interval, also figures that monitors derive from it: they registered before."""
+        self._buffer.at_flush(self._show)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Write the cards at the run's first step, and the layout an interval later: then the metrics are known."""
@@ -201,7 +204,8 @@ class TensorBoardDashboard(pl.Callback):
         if not self._started:
             self._started, self._first = True, step
             for logger in self._loggers:
-                self._curves.append(tuple(curve_of(logger.log_dir, name, step) for name in ("validation", "clip")))
+                validation, clip = (curve_of(logger.log_dir, name, step) for name in ("validation", "clip"))
+                self._curves.append((validation, clip))
                 self._write_cards(logger, trainer, pl_module, step)
             if self._clip:  # by the buffer, in which the first step may be the last of an interval as well
                 self._buffer.record(CLIP_NORM, float(self._clip))
