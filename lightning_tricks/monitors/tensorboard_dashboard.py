@@ -240,14 +240,13 @@ class TensorBoardDashboard(pl.Callback):
 
     def _show(self, rows: list[Row]) -> dict[str, float]:
         """Write the overview of an interval; the clip is a metric as well."""
-        for logger, (_, clip) in zip(self._loggers, self._curves, strict=False):
-            for row in rows:
-                values = {tag: row.values[name] for tag, names in SHOWN.items() for name in names if name in row.values}
-                if values:
-                    logger.log_metrics(values, row.step)
-            if self._clip:
-                clip.log_metrics({GRAD_NORM: float(self._clip)}, rows[-1].step)
-                clip.save()
+        for row, logger in itertools.product(rows, self._loggers):
+            values = {tag: row.values[name] for tag, names in SHOWN.items() for name in names if name in row.values}
+            if values:
+                logger.log_metrics(values, row.step)
+        for _, clip in self._curves if self._clip else ():
+            clip.log_metrics({GRAD_NORM: float(self._clip or 0)}, rows[-1].step)
+            clip.save()
         return {CLIP_NORM: float(self._clip)} if self._clip else {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -286,3 +285,4 @@ class TensorBoardDashboard(pl.Callback):
             logger.save()
         for curve in itertools.chain(*self._curves):
             curve.finalize("written")
+        self._curves = []  # after a failure, the buffer flushes later: a write would open a file again
