@@ -1,136 +1,149 @@
-"""The notebook's cells run one after the other, as in a kernel, and show what their text promises.
+"""The notebook's cells run one after the other, as in a kernel, and print what is stored under them.
 
-A line that begins with `!` runs as a command line, `{...}` in it as IPython replaces it; `%` lines are for Colab alone.
-The first run is made short by the two variables that the notebook gives its readers.
+`%%bash` cells run as a command line, with the Python of the tests. A `!` line stands in the branch that installs alone.
+`docs/scripts/run_notebook.py` stores the outputs.
 """
 
+import contextlib
+import io
 import json
+import logging
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
+import warnings
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-import torch
 from harness.preloaded import python
 
 pytestmark = pytest.mark.pages
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples/lightning_tricks.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
-STEPS = 6
-SMALL = {
-    "data.cache_dir": "cache", "data.files": "{text_file}", "data.vocab_size": 300, "data.seq_len": 64,
-    "model.decoder.d_model": 32, "model.decoder.n_layers": 1, "model.schedule.warmup_steps": 2,
-    "trainer.val_check_interval": STEPS,
-}  # fmt: skip
+CODE = {cell["id"]: cell for cell in CELLS if cell["cell_type"] == "code"}
+NUMBER = r"-?\d[\d.,]*(?:e[-+]\d+)?"
+VARIES = re.compile(r"^(GPU available|TPU available|at [\d.]+ hours|[│┌└]|100 +200 +300)")  # by the machine or the time
+
+# Sums of fp32 come in another order on another CPU, and the text differs between versions of Python. Training grows
+# such differences up to those between seeds: 0.026 of 2.69 in the stored output of compare, and four times that is 4 %.
+TOLERANCE = 0.04
 
 
-def as_python(cell: str) -> str:
-    """The cell with its command lines and magics as calls of `shell` and `magic`."""
-    cell = re.sub(r"^( *)!(.*)$", lambda line: f"{line[1]}shell(f{line[2]!r})", cell, flags=re.M)
-    return re.sub(r"^( *)%(.*)$", lambda line: f"{line[1]}magic({line[2]!r})", cell, flags=re.M)
+def stored(name: str) -> str:
+    """What the file holds as printed by a cell, without colours."""
+    streams = ["".join(output["text"]) for output in CODE[name]["outputs"] if output["output_type"] == "stream"]
+    return re.sub(r"\x1b\[\d*m", "", "".join(streams))
 
 
-class Shell:
-    """Runs command lines, and keeps what they print. As IPython, it goes on where a command fails; `failed` says so."""
+def lines(printed: str) -> list[str]:
+    """The lines that every machine prints, without numbers, hashes and the width of columns."""
+    kept = [line for line in printed.splitlines() if line.strip() and not VARIES.match(line)]
+    text = re.sub(r"text-[0-9a-f]{16}", "text-HASH", " ".join("\n".join(kept).split(" ")))
+    return [" ".join(re.sub(NUMBER, "#", line).split()) for line in text.split("\n")]
 
-    def __init__(self) -> None:
-        self.printed: dict[str, str] = {}  # by the command and its arguments, without the interpreter
-        self.failed: list[str] = []
 
-    def __call__(self, line: str) -> None:
-        """Run one line."""
-        interpreter, *words = shlex.split(line)
-        assert interpreter == sys.executable
-        done = subprocess.run([python(), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        command = " ".join(words).removeprefix("-m lightning_tricks ")
-        self.printed[command] = done.stdout
-        if done.returncode:
-            self.failed.append(f"{done.returncode}: {command}")
-
-    def of(self, command: str) -> str:
-        """What a command has printed."""
-        (printed,) = (text for line, text in self.printed.items() if line.startswith(command))
-        return printed
+def run_cell(cell: str, names: dict[str, object]) -> None:
+    """Run a cell as IPython does; what it prints goes to standard output."""
+    magic, _, body = cell.partition("\n")
+    if magic == "%%bash":
+        command = f'python() {{ {shlex.quote(python())} "$@"; }}\n{body}'
+        done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, end="")
+        assert done.returncode == 0, done.stdout
+    elif magic.startswith("%%writefile "):
+        name = magic.removeprefix("%%writefile ")
+        Path(name).write_text(body + "\n", encoding="utf-8")
+        print(f"Writing {name}")
+    else:
+        exec(compile(re.sub(r"^( +)!.*$", r"\1raise AssertionError", cell, flags=re.M), "cell", "exec"), names)
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, text_file: str) -> SimpleNamespace:
-    """What all cells, run in their order, have left: `shell`, `curves` by name, `shown` pages, and the names."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """What all cells, run in their order, have left: `printed` by cell, and `titles` of the plots by cell."""
     import matplotlib.pyplot as plt
 
-    options = shlex.join(f"--{name}={str(value).format(text_file=text_file)}" for name, value in SMALL.items())
-    shorter = {"STEPS = 400": f"STEPS = {STEPS}", 'OPTIONS = ""': f"OPTIONS = {options!r}"}
-    shell, curves, shown = Shell(), {}, []
-    kernel: Any = ModuleType("IPython")
-    kernel.get_ipython, kernel.version_info = lambda: None, (9, 0)
-    kernel.display = ModuleType("IPython.display")
-    kernel.display.HTML, kernel.display.display = str, shown.append
-
-    def keep_curves() -> None:
-        for place in plt.gcf().axes:
-            (curve,) = place.get_lines()
-            curves.setdefault(place.get_title(), []).append(curve.get_ydata().tolist())
-        plt.close()
-
+    printed, titles = {}, {}
     python()  # its server, whose folder is not this test's
-    with pytest.MonkeyPatch.context() as patch:
+    lightning = logging.getLogger("lightning.pytorch")
+    level = lightning.level
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         folder = tmp_path_factory.mktemp("notebook")
         patch.chdir(folder)
         patch.setattr(tempfile, "tempdir", str(folder))
-        patch.setitem(sys.modules, "IPython", kernel)
-        patch.setitem(sys.modules, "IPython.display", kernel.display)
-        patch.setattr(plt, "show", keep_curves)
+        patch.setenv("PATH", "/usr/bin:/bin")  # these two are set by a cell, and restored at the end
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(plt, "show", lambda: None)
         plt.switch_backend("agg")
-        names: dict[str, Any] = {"__name__": "__main__", "shell": shell}
-        for number, cell in enumerate(CODE):
-            for old in [old for old in shorter if old in cell]:
-                cell = cell.replace(old, shorter.pop(old))
-            exec(compile(as_python(cell), f"{NOTEBOOK.name}, code cell {number}", "exec"), names)
-    assert not shorter, "the notebook has lost a variable that makes it short"
-    return SimpleNamespace(shell=shell, curves=curves, shown=shown, names=names)
+        names: dict[str, object] = {"__name__": "__main__"}
+        for name, cell in CODE.items():
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                run_cell("".join(cell["source"]), names)
+            printed[name] = out.getvalue()
+            titles[name] = [place.get_title() for figure in map(plt.figure, plt.get_fignums()) for place in figure.axes]
+            plt.close("all")
+    lightning.setLevel(level)
+    return SimpleNamespace(printed=printed, titles=titles)
 
 
-def test_commands_succeed_but_for_the_doctor_of_the_broken_run(ran):
-    assert ran.shell.failed == ["1: doctor runs/broken --html doctor.html"]
+@pytest.mark.parametrize("name", [name for name in CODE if name not in ("named", "generate")])
+def test_a_cell_prints_the_lines_that_are_stored(ran, name):
+    assert lines(ran.printed[name]) == lines(stored(name))
 
 
-def test_the_first_part_trains_and_writes(ran):
-    assert f"step {STEPS}/{STEPS} (100%)" in ran.shell.of("fit")
-    assert re.search(r"this model +[\d.]+  at step 6\n  zlib -9 ", ran.shell.of("fit"))
-    assert len(ran.curves["train/lr"][0]) == STEPS
-    assert "\ndef " in ran.shell.of("generate")
-
-
-def test_one_callback_records_every_norm_of_a_module_that_learns(ran):
-    (_, norms), (losses,) = ran.curves["train/grad_norm"], ran.curves["train_loss"]
-    assert len(norms) == len(losses) == 300
-    assert losses[0] == pytest.approx(5.545, abs=0.3)  # ln 256
-    assert torch.tensor(losses[-50:]).mean() < 3.0
-    (module,) = (cell for cell in CODE if "class NextByte" in cell)
-    assert not re.search(r"\blt\b|import lightning_tricks", module)
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("first", r"^val_loss +(\S+)$"),
+        ("compare", r"^last +(\S+) +(\S+)"),
+        ("fit", r"step 200  validation  loss (\S+)  bits/byte (\S+)"),
+        ("fit", r"zlib -9 +(\S+)"),
+    ],
+)
+def test_figures_at_the_end_of_a_run_are_those_stored(ran, name, figures):
+    (new,), (old,) = (re.findall(figures, text, re.M) for text in (ran.printed[name], stored(name)))
+    new, old = ([float(figure) for figure in ([found] if isinstance(found, str) else found)] for found in (new, old))
+    assert new == pytest.approx(old, rel=TOLERANCE)
 
 
 def test_the_doctor_names_the_learning_rate_of_the_broken_run_alone(ran):
-    first = r"^1\. (error|warning): .*\n   evidence: .*\n   cause \(\w+\): .*learning rate"
-    assert re.search(first, ran.shell.of("doctor runs/broken"), re.M)
-    (page,) = ran.shown
-    assert page.startswith("<div><iframe srcdoc=")
-    assert "&lt;svg" in page
-    assert ran.shell.of("doctor runs/mine").splitlines()[-1].startswith("doctor: nothing found above a note")
+    first = r"^1\. .*(error|warning): .*\n   evidence: (?:.*\n)+?   cause \(\w+\): .*learning rate"
+    for text in (ran.printed["named"], stored("named")):
+        assert re.search(first, text, re.M)
+    assert ran.printed["healthy"].splitlines()[-1] == "doctor: nothing found above a note"
 
 
-def test_the_file_holds_no_outputs_and_has_the_form_of_a_notebook():
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def test_compare_is_sure_which_learning_rate_is_better(ran):
+    assert "compare: B is better than A: val_loss" in ran.printed["compare"]
+
+
+def test_the_model_writes(ran):
+    for text in (ran.printed["generate"], stored("generate")):
+        assert len(text.partition("\nThe ")[2]) > 20
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_picture_is_stored_where_a_cell_plots(ran, name):
+    pictures = [output for output in CODE[name]["outputs"] if "image/png" in output.get("data", {})]
+    assert len(pictures) == bool(ran.titles[name])
+    assert bool(pictures) == ("show(" in "".join(CODE[name]["source"]))
+
+
+def test_the_file_has_the_form_of_a_notebook_and_no_noise():
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    notebook = json.loads(text)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in CELLS}) == len(CELLS)
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS if "outputs" in cell)
     assert all(("outputs" in cell) == (cell["cell_type"] == "code") for cell in CELLS)
+    assert [cell["execution_count"] for cell in CODE.values()] == list(range(1, len(CODE) + 1))
+    printed = [
+        output for cell in CODE.values() for output in cell["outputs"] if output["output_type"] != "display_data"
+    ]
+    assert {output.get("name") for output in printed} == {"stdout"}  # neither warnings nor values
+    assert not re.search(r"site-packages|/home/|/root/|/tmp/|Warning", "".join(map(stored, CODE)))
+    assert len(text) < 500_000
     long = [line for cell in CELLS if cell["cell_type"] == "markdown" for line in cell["source"] if len(line) > 121]
     assert long == []
