@@ -74,7 +74,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         accelerator="cpu",
         devices=1,
-        callbacks=[*watch, lt.ActivationMonitor(), lt.TensorBoardDashboard("train_loss", "val_loss")],  # 3
+        callbacks=[*watch, lt.ActivationMonitor(), lt.TensorBoardDashboard("val_loss")],  # 3
     )
     training = DataLoader(Counting(3200, seed=0), batch_size=16, shuffle=True)
     trainer.fit(CausalLM(LlamaForCausalLM(config)), training, DataLoader(Counting(64, seed=1), batch_size=16))

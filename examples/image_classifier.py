@@ -73,7 +73,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         accelerator="cpu",
         devices=1,
-        callbacks=[*watch, lt.TensorBoardDashboard("train_loss", "val_loss")],  # 3
+        callbacks=[*watch, lt.TensorBoardDashboard("val_loss")],  # 3
     )
     training = DataLoader(stripes(2048, seed=0), batch_size=64, shuffle=True)
     trainer.fit(ImageClassifier(), training, DataLoader(stripes(512, seed=1), batch_size=64))

@@ -18,12 +18,11 @@ from short_run import Model, Raise, fit, save_every
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.callbacks import LRMonitor, MetricBuffer, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.monitors.tensorboard_dashboard import pinned_link
 from lightning_tricks.schedules import ScheduleLR, WarmupLinear
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for path in map(shutil.which, BROWSERS) if path), None)
-PINNED = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
+WIDTH, HEIGHT = 1280, 800
 STEPS = 30
 
 pytestmark = [
@@ -113,7 +112,7 @@ def page(address: str) -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1500, "height": 1200})
+        tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         tab.set_default_timeout(60_000)
 
         def open_page(path: str) -> Any:
@@ -129,40 +128,44 @@ def test_each_step_stands_once(address):
     for tag in ("train/loss", "train/lr", "train/grad_norm"):
         shown = get(address, f"data/plugin/scalars/scalars?run=demo&tag={quote(tag, safe='')}")
         assert [step for _, step, _ in shown] == list(range(STEPS)), tag
-    planned = get(address, "data/plugin/scalars/scalars?run=demo%2Fplan&tag=plan%2Flr")
+    planned = get(address, "data/plugin/scalars/scalars?run=demo%2Fplan&tag=_overview%2F3_learning_rate")
     curve = [(step, pytest.approx(CURVE.lr(0.1, step, STEPS))) for step in range(STEPS)]
     assert [(step, lr) for _, step, lr in planned] == curve  # no resume purges it
     losses = get(address, "data/plugin/scalars/scalars?run=demo&tag=train%2Floss")
     assert [value for _, _, value in losses] == [1000 * (1 if step < 10 else 2) + step for step in range(STEPS)]
 
 
-def curves(chart: Any) -> int:
-    """How many lines are drawn in a chart: each series twice, as it is and smoothed."""
-    paths = chart.locator("vz-line-chart2 path").evaluate_all("all => all.map(path => path.getAttribute('d') || '')")
-    return sum("L" in path and "Z" not in path for path in paths)  # no markers
+def test_the_overview_comes_first_and_its_curves_are_visible_in_their_colours(page):
+    tab = page("#scalars&_smoothingWeight=0")
+    charts = tab.locator("tf-scalar-card")
+    charts.nth(4).wait_for()
+    names = ["1_loss", "2_gradient_norm", "3_learning_rate", "4_tokens_per_second", "5_mfu"]
+    for index, name in enumerate(names):
+        charts.nth(index).get_by_text(f"_overview/{name}", exact=True).first.wait_for()
+    wanted = time.monotonic() + 60
+    # training and validation, the norm and the clip, the lr and its plan, tokens/s
+    while [colors(charts.nth(index)) for index in range(4)] != [2, 2, 2, 1]:
+        assert time.monotonic() < wanted, [colors(charts.nth(index)) for index in range(4)]
+        time.sleep(0.2)
+    places = [charts.nth(index).locator("vz-line-chart2").bounding_box() for index in range(4)]
+    assert max(place["y"] + place["height"] for place in places) <= HEIGHT
 
 
-def test_the_dashboards_charts_have_their_curves(page):
+def colors(chart: Any) -> int:
+    """In how many colours lines are drawn in a chart."""
+    script = "all => all.map(path => [path.getAttribute('d') || '', getComputedStyle(path).stroke])"
+    found = chart.locator("vz-line-chart2 path").evaluate_all(script)
+    return len({stroke for line, stroke in found if "L" in line and "Z" not in line and stroke != "none"})
+
+
+def test_without_the_address_the_overview_comes_first_too(page):
+    tab = page("")
+    tab.locator("card-view").first.wait_for()
+    assert tab.locator("card-view").first.inner_text().replace("\n", "").startswith("_overview/1_loss")
+
+
+def test_the_charts_of_many_series_are_custom_scalars(page):
     tab = page("#custom_scalars")
-    charts = tab.locator("tf-custom-scalar-multi-line-chart-card")
-    charts.first.wait_for()
-    inside = tab.get_by_text("Inside the model").first
-    inside.wait_for()
-    for title in ("loss", "gradient norm before the clip", "learning rate", "tokens per second", "MFU", "memory, GiB"):
-        tab.get_by_text(title, exact=True).first.wait_for()
-    # training and validation, the norm and the clip's line, the lr and its plan, and one series in each other
-    for index, series in enumerate([2, 2, 2, 1, 1, 1, 1]):
-        wanted = time.monotonic() + 60
-        while curves(charts.nth(index)) != 2 * series:
-            assert time.monotonic() < wanted, (index, curves(charts.nth(index)))
-            time.sleep(0.2)
-
-
-def test_the_link_opens_with_the_five_cards_pinned(page):
-    tab = page(pinned_link(PINNED).split("/", 3)[3])
-    cards = tab.locator("metrics-pinned-view card-view")
-    cards.nth(4).wait_for()
-    assert cards.count() == 5
-    shown = "".join(cards.all_inner_texts()).replace("\n", "")
-    assert all(tag in shown for tag in PINNED)
-    assert tab.locator("metrics-pinned-view line-chart canvas, metrics-pinned-view line-chart path").count() >= 5
+    tab.locator("tf-custom-scalar-multi-line-chart-card").first.wait_for()
+    tab.get_by_text("Inside the model").first.wait_for()
+    tab.get_by_text("activations: rms", exact=True).first.wait_for()

@@ -1,6 +1,5 @@
 """Each writer writes the names of others so that they are read back as these names."""
 
-import html
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from lightning_tricks.logs.run import Run
 from lightning_tricks.logs.run_log import RunLog, Series
 from lightning_tricks.models import hf_config, to_hf
 from lightning_tricks.monitors.goodput_monitor import FILE
-from lightning_tricks.monitors.tensorboard_dashboard import redirect_page, table
+from lightning_tricks.monitors.tensorboard_dashboard import table
 
 ATTACK = "hf\nckpt_path: evil.ckpt\nweights_only: false\n#"
 NAMES = [
@@ -138,9 +137,6 @@ def test_tensorboards_texts_have_no_mark_up_of_a_name(name):
     assert text.count("\n") == 3
     assert is_printable(text)
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in text.split("\n"))
-    page = redirect_page(f"http://localhost:6006/?{name}")
-    assert page.count("<") == redirect_page("").count("<")
-    assert f'url={html.escape(printable("http://localhost:6006/?" + name))}"' in page
 
 
 @names

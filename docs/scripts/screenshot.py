@@ -14,20 +14,17 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-WIDTH, HEIGHT = 1500, 1250
+WIDTH, HEIGHT = 1280, 800
 
 
 def photograph(address: str, image: Path) -> None:
-    """Save the custom-scalars tab, with its smoothing off, as a picture of 128 colours."""
+    """Save the tab at which the dashboard's address opens, as a picture of 128 colours."""
     browsers = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=next(filter(None, browsers)), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
-        page.goto(address + "#custom_scalars")
+        page.goto(address + "#scalars&_smoothingWeight=0")
         page.locator("vz-line-chart2 path").nth(20).wait_for(state="attached")
-        smoothing = page.locator("tf-smoothing-input input").first
-        smoothing.fill("0")
-        smoothing.press("Enter")
         page.wait_for_timeout(5000)  # the charts grow into their frames
         page.screenshot(path=image)
         browser.close()

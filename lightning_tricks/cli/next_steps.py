@@ -5,14 +5,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_tricks._core.quote import printable, shell_line, shell_word
+from lightning_tricks._core.quote import printable, shell_line
 from lightning_tricks._trainer.lightning import pl
-from lightning_tricks._trainer.objects import folder_of_run
 from lightning_tricks.callbacks import TotalTokens
 from lightning_tricks.checkpoints.find_checkpoint import Candidate
 from lightning_tricks.cli.choose_checkpoint import newest_checkpoint, relative_to_cwd
 from lightning_tricks.cli.run_folder import SaveRecipe
-from lightning_tricks.monitors.tensorboard_dashboard import PAGE
+from lightning_tricks.monitors.tensorboard_dashboard import how_to_open
 
 _LENGTHS = ("--trainer.max_steps", "--trainer.max_epochs", "--total_tokens")
 _START = ("--ckpt_path", "--resume", "--init_from")  # the options that say where a run starts
@@ -97,10 +96,7 @@ def next_steps(trainer: Any, options: Sequence[str]) -> list[str]:
 
     for logger in trainer.loggers:
         if isinstance(logger, pl.loggers.TensorBoardLogger):
-            page = os.path.join(folder_of_run(trainer), PAGE)
-            address = shell_word(relative_to_cwd(page)) if os.path.isfile(page) else "http://localhost:6006"
-            folder = shell_word(relative_to_cwd(logger.root_dir))
-            found.append(f"TensorBoard: tensorboard --logdir {folder}   then open {address}")
+            found.append(f"TensorBoard: {how_to_open(relative_to_cwd(logger.root_dir))}")
     newest = _newest_of_run(trainer)
     if not_saved := _not_saved(trainer, newest):
         found.append(not_saved)

@@ -12,7 +12,7 @@ from lightning_tricks._core.foreign_files import LARGEST_STEP, number_of, open_c
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks.logs.event_file import Facts, read_events
 
-_NOT_METRICS = ("hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
+_NOT_METRICS = ("_overview/", "hp/", "hp_metric", "epoch", "_hparams_/")  # how their names begin
 _EVALUATION = re.compile(r"(^|[/_])(val|valid|validation|test|eval|predict)([/_]|$)")  # in the name of a metric
 _NO_COLUMN = ("step", "epoch", "")
 ROLES: Mapping[str, tuple[str, ...]] = {  # the names under which loggers have each metric, the likeliest first

@@ -1,61 +1,64 @@
 """Lay out TensorBoard for a pretraining run: the charts to watch, the recipe, the planned curve and the result."""
 
 import contextlib
-import json
-import os
+import itertools
 import re
+import socket
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import fsspec
 import yaml
+from tensorboard import manager
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
-from lightning_tricks._core.quote import html_text, markdown_block, markdown_text, say, shell_word, yaml_text
+from lightning_tricks._core.quote import markdown_block, markdown_text, say, shell_word, yaml_text
 from lightning_tricks._core.tensors import whole_numel
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, pl
 from lightning_tricks._trainer.loop import logging_step
-from lightning_tricks._trainer.objects import folder_of_run, is_a, shows_hp_metric
+from lightning_tricks._trainer.objects import is_a, shows_hp_metric
 from lightning_tricks._trainer.run_length import run_length
 from lightning_tricks.loggers.resuming_loggers import ResumingTensorBoardLogger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
-from lightning_tricks.metrics.step_loss import LOGGED
+from lightning_tricks.metrics.step_loss import LOSS as STEP_LOSS
 from lightning_tricks.schedules import ScheduleLR, chosen_steps, planned_groups
 
 __all__ = ["TensorBoardDashboard"]
 
-PAGE = "dashboard.html"
-PLAN = "plan/lr"
+# The group of charts that TensorBoard shows first: it sorts names, "_" before letters.
+OVERVIEW = "_overview"
+LOSS, GRAD_NORM, LR = (f"{OVERVIEW}/{name}" for name in ("1_loss", "2_gradient_norm", "3_learning_rate"))
+SHOWN = {
+    LOSS: (STEP_LOSS,),
+    GRAD_NORM: ("train/grad_norm",),
+    LR: ("train/lr", "train/lr/0"),
+    f"{OVERVIEW}/4_tokens_per_second": ("throughput/tokens_per_second",),
+    f"{OVERVIEW}/5_mfu": ("throughput/mfu",),
+}
 CLIP_NORM, RESULT = "train/clip_norm", "hp/val_loss"
 INSIDE = ("activations", "updates", "attention", "experts")
 # Charts of metrics that only some precisions record.
-OF_LOSS_SCALING = {"loss scale": ["precision/loss_scale"], "skipped steps": ["precision/skipped_steps"]}
-OF_FP8 = {"fp8: share": ["precision/fp8_share"]}
+OF_PRECISION = {
+    "loss scale": ["precision/loss_scale"],
+    "skipped steps": ["precision/skipped_steps"],
+    "fp8: share": ["precision/fp8_share"],
+}
 
 
-def layout(train_loss: str, val_loss: str, names: Iterable[str]) -> dict[str, dict[str, list]]:
-    """The layout of the custom-scalars tab: charts that every run has, and those for which `names` has a metric.
+def layout(names: Iterable[str]) -> dict[str, dict[str, list]]:
+    """The layout of the custom-scalars tab: charts of many series, for which `names` has a metric.
 
     It maps category -> chart -> `["Multiline", [regular expression, ...]]`, as torch's `add_custom_scalars` takes it.
     """
     names = list(names)
-    charts = {
-        "loss": [re.escape(train_loss), re.escape(val_loss)],
-        "gradient norm before the clip": ["train/grad_norm", CLIP_NORM],
-        "learning rate": [r"train/lr(/\d+)?", PLAN],
-        "tokens per second": ["throughput/tokens_per_second"],
-        "MFU": ["throughput/[mh]fu"],
-        "memory, GiB": ["memory/.*_gib"],
-        **_recorded(OF_LOSS_SCALING, names),
-    }
     kinds = sorted({(name.split("/")[0], name.split("/")[-1]) for name in names if name.split("/")[0] in INSIDE})
     inside = {f"{part}: {kind}": [f"{part}/(.*/)?{re.escape(kind)}"] for part, kind in kinds}
-    inside |= _recorded(OF_FP8, names)
+    inside |= _recorded(OF_PRECISION, names)
     of_sources = sorted({name.split("/")[-1] for name in names if name.startswith("sources/")})
     sources = {kind.replace("_", " "): [f"sources/.*/{re.escape(kind)}"] for kind in of_sources}
-    categories = {"Run": charts, "Sources of data": sources, "Inside the model": inside}
+    charts = _recorded({"memory, GiB": ["memory/.*_gib"]}, names)
+    categories = {"Sources of data": sources, "Inside the model": inside, "Machine": charts}
     return {
         category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in content.items()}
         for category, content in categories.items()
@@ -68,23 +71,19 @@ def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, l
     return {title: tags for title, tags in charts.items() if any(re.fullmatch("|".join(tags), name) for name in names)}
 
 
-def pinned_link(tags: Iterable[str], port: int = 6006) -> str:
-    """Address of TensorBoard's first page with the cards of `tags` pinned on top, their curves not smoothed.
-
-    Source: `dashboard_deeplink_provider.ts`,
-    https://github.com/tensorflow/tensorboard/blob/master/tensorboard/webapp/routes/dashboard_deeplink_provider.ts
-    """
-    cards = json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags], separators=(",", ":"))
-    return f"http://localhost:{port}/?pinnedCards={quote(cards, safe='')}&smoothing=0#timeseries"
+def how_to_open(logdir: str) -> str:
+    """The command that starts TensorBoard on a folder, unless it runs, and the address, where no curve is smoothed."""
+    for info in manager.get_all():
+        if Path(logdir).resolve().is_relative_to(Path(info.logdir).resolve()) and _answers(info.port):
+            return f"open http://localhost:{info.port}/#scalars&_smoothingWeight=0"
+    return f"tensorboard --logdir {shell_word(logdir)}   then open http://localhost:6006/#scalars&_smoothingWeight=0"
 
 
-def redirect_page(address: str) -> str:
-    """An HTML page that leads a browser to an address which is too long to print."""
-    target = html_text(address)
-    return (
-        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n'
-        f'<title>TensorBoard</title><a href="{target}">The run in TensorBoard</a>, once TensorBoard is started\n'
-    )
+def _answers(port: int) -> bool:
+    """Whether a server is there: TensorBoard's own record of it stays when it is killed."""
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+        return True
+    return False
 
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:
@@ -144,13 +143,11 @@ def planned_lrs(scheduler: ScheduleLR, steps: int, points: int = 600) -> list[tu
     return list(zip(chosen, planned_groups(scheduler, chosen)[0].unscaled_lr, strict=True))
 
 
-def write_plan(folder: str, lrs: list[tuple[int, float]]) -> None:
-    """Write a curve to the run `plan` in a run's folder, where no resume drops its points; it replaces the last one."""
-    plan = ResumingTensorBoardLogger(folder, name="plan", version="")
-    plan.resume_at(0)
-    for step, lr in lrs:
-        plan.log_metrics({PLAN: lr}, step)
-    plan.finalize("written")
+def curve_of(folder: str, name: str, step: int) -> ResumingTensorBoardLogger:
+    """A run inside a run's folder, by which TensorBoard draws a curve in another colour; its points from `step` go."""
+    run = ResumingTensorBoardLogger(folder, name=name, version="")
+    run.resume_at(step)
+    return run
 
 
 class TensorBoardDashboard(pl.Callback):
@@ -158,28 +155,26 @@ class TensorBoardDashboard(pl.Callback):
 
     For each TensorBoardLogger of the Trainer, Lightning's or ours, it writes
 
-    - the custom-scalars tab: training and validation loss in one chart, the gradient norm before the clip with the
-      clip's line (`train/clip_norm`), learning rate, tokens/s, MFU, memory, and what monitors record of loss scaling,
-      activations, updates, attention, experts and fp8, and of the sources of a mixture;
+    - the group `_overview`, which TensorBoard shows first: loss of the step and validation loss, the gradient norm
+      before the clip and the clip, the learning rate and its plan from the first step to the last (where a schedule of
+      this collection gives it), tokens/s and MFU. Validation, clip and plan are runs inside the run's folder, so that
+      each curve has its own colour;
+    - the custom-scalars tab: charts of many series, from what monitors record of activations, updates, attention,
+      experts, precision and memory, and of the sources of a mixture;
     - the text `recipe`: the facts of the run, the module's hyper-parameters, and the YAML where LightningCLI runs it;
-    - the series `plan/lr`, in a run of its own beside it: the learning rate from the first step to the last, where a
-      schedule of this collection gives it (`ScheduleLR`);
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
 
-    At fit start it prints the command that starts TensorBoard, and the name of a page to open in a browser, which leads
-    to the five charts to watch: `dashboard.html`, written into the run's folder with the first batch. It records
-    nothing else: the curves are those that the monitors and your module log.
+    At fit start it prints the command that starts TensorBoard, and the address to open. It logs `train/loss` unless the
+    module does, see `StepLoss`, and `train/clip_norm`; the other curves are those that monitors log.
 
     Args:
-        train_loss: name under which the training loss is logged, by the module; `train/loss` else by the dashboard, see
-            `StepLoss`.
-        val_loss: name under which the validation loss is logged.
+        val_loss: name under which the module logs the validation loss.
     """
 
-    def __init__(self, train_loss: str = "train/loss", val_loss: str = "val/loss") -> None:
-        self.train_loss = train_loss
+    def __init__(self, val_loss: str = "val/loss") -> None:
         self.val_loss = val_loss
         self._loggers: list[Any] = []
+        self._curves: list[tuple[Any, Any]] = []  # of validation and of the clip, for each logger
         self._clip: float | None = None
         self._result: float | None = None
         self._started = self._laid_out = False
@@ -191,37 +186,31 @@ class TensorBoardDashboard(pl.Callback):
         self._loggers = found if trainer.is_global_zero else []
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clip = trainer.gradient_clip_val if by_norm and found else None
-        self._result, self._started, self._laid_out = None, False, False
+        self._result, self._started, self._laid_out, self._curves = None, False, False, []
         self._buffer = MetricBuffer.of(trainer)
-        self._buffer.at_flush(self._clip_line)
-        if self.train_loss == LOGGED:
-            self._buffer.step_loss().log()
+        self._buffer.step_loss().log()
         if trainer.is_global_zero and not self._loggers and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             print("TensorBoardDashboard: the Trainer has no TensorBoardLogger, so there is no dashboard")
         for logger in self._loggers:
-            page = shell_word(os.path.join(folder_of_run(trainer), PAGE))
-            say(f"TensorBoard: tensorboard --logdir {shell_word(str(logger.root_dir))}   then open {page}")
+            say(f"TensorBoard: {how_to_open(str(logger.root_dir))}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Show each interval, also figures that monitors derive from it: they registered before."""
+        self._buffer.at_flush(self._show)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Write the cards at the run's first step, and the layout an interval later: then the metrics are known."""
         step = logging_step(trainer)
         if not self._started:
             self._started, self._first = True, step
-            if self._loggers:
-                self._write_page(folder_of_run(trainer))
             for logger in self._loggers:
+                validation, clip = (curve_of(logger.log_dir, name, step) for name in ("validation", "clip"))
+                self._curves.append((validation, clip))
                 self._write_cards(logger, trainer, pl_module, step)
             if self._clip:  # by the buffer, in which the first step may be the last of an interval as well
                 self._buffer.record(CLIP_NORM, float(self._clip))
         elif not self._laid_out and step >= self._first + trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._write_layout(trainer)
-
-    def _write_page(self, folder: str) -> None:
-        tags = [self.train_loss, self.val_loss, "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
-        fs, path = fsspec.core.url_to_fs(folder)
-        fs.makedirs(path, exist_ok=True)
-        with fs.open(os.path.join(path, PAGE), "w", encoding="utf-8") as file:
-            file.write(redirect_page(pinned_link(tags)))
 
     def _write_cards(self, logger: Any, trainer: Any, pl_module: Any, step: int) -> None:
         writer = logger.experiment
@@ -236,7 +225,10 @@ class TensorBoardDashboard(pl.Callback):
         scheduler = next((each for each in by_step if isinstance(each, ScheduleLR)), None)
         lrs = planned_lrs(scheduler, run_length(trainer) or 0) if scheduler is not None else []
         if lrs:
-            write_plan(logger.log_dir, lrs)
+            plan = curve_of(logger.log_dir, "plan", 0)
+            for at, lr in lrs:
+                plan.log_metrics({LR: lr}, at)
+            plan.finalize("written")
         known = flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
         for summary in hparams_summaries(known, {RESULT: 0.0})[:2]:  # the third says how it ended
             writer._get_file_writer().add_summary(summary, step)
@@ -244,16 +236,27 @@ class TensorBoardDashboard(pl.Callback):
     def _write_layout(self, trainer: Any) -> None:
         self._laid_out = True
         for logger in self._loggers:
-            logger.experiment.add_custom_scalars(layout(self.train_loss, self.val_loss, trainer.callback_metrics))
+            logger.experiment.add_custom_scalars(layout(trainer.callback_metrics))
 
-    def _clip_line(self, rows: list[Row]) -> dict[str, float]:
+    def _show(self, rows: list[Row]) -> dict[str, float]:
+        """Write the overview of an interval; the clip is a metric as well."""
+        for row, logger in itertools.product(rows, self._loggers):
+            values = {tag: row.values[name] for tag, names in SHOWN.items() for name in names if name in row.values}
+            if values:
+                logger.log_metrics(values, row.step)
+        for _, clip in self._curves if self._clip else ():
+            clip.log_metrics({GRAD_NORM: float(self._clip or 0)}, rows[-1].step)
+            clip.save()
         return {CLIP_NORM: float(self._clip)} if self._clip else {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Remember the loss."""
+        """Show the loss, and remember it."""
         value = trainer.callback_metrics.get(self.val_loss)
         if value is not None and not trainer.sanity_checking:
             self._result = float(value)
+            for validation, _ in self._curves:
+                validation.log_metrics({LOSS: self._result}, max(logging_step(trainer) - 1, 0))
+                validation.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the result."""
@@ -280,3 +283,6 @@ class TensorBoardDashboard(pl.Callback):
                 names = [RESULT, "hp_metric"] if shows_hp_metric(logger) else [RESULT]
                 logger.log_metrics(dict.fromkeys(names, self._result), step)
             logger.save()
+        for curve in itertools.chain(*self._curves):
+            curve.finalize("written")
+        self._curves = []  # after a failure, the buffer flushes later: a write would open a file again

@@ -51,7 +51,7 @@ FLAT = object.__new__(strategies.FSDPStrategy)
         (lambda: InitFrom("a.ckpt"), FLAT, "init_from=a.ckpt: FSDPStrategy takes no weights"),
         (lambda: GradNormMonitor(per="block"), DEEPSPEED, "GradNormMonitor: per='block' under DeepSpeedStrategy"),
         (StepGuard, FLAT, "StepGuard: FSDPStrategy holds flat parts of parameters"),
-        (SafeCheckpoint, DEEPSPEED, "SafeCheckpoint: DeepSpeedStrategy writes checkpoints by itself"),
+        (SafeCheckpoint, DEEPSPEED, "SafeCheckpoint: DeepSpeedStrategy writes checkpoints itself"),
         (lambda: BatchSizeWarmup({0: 1}), DEEPSPEED, "BatchSizeWarmup: DeepSpeedStrategy has a fixed number"),
     ],
 )

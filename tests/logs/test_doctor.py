@@ -101,7 +101,7 @@ def test_of_several_runs_the_newest_is_taken(tmp_path):
     os.utime(old / "events.out.tfevents.1.a", (1e9, 1e9))
     assert find_run(tmp_path) == new
     assert find_run(old) == old
-    written(new / "plan", scalar("plan/lr", 0, 0.1))  # which a copy made the newest
+    written(new / "plan", scalar("_overview/3_learning_rate", 0, 0.1))  # which a copy made the newest
     os.utime(new / "events.out.tfevents.1.a", (1e9 + 1, 1e9 + 1))
     assert find_run(tmp_path) == new
     assert find_run(new / "plan") == new / "plan"  # as asked for

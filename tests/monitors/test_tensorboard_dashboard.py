@@ -1,11 +1,10 @@
-"""The dashboard: its charts, link, cards, picture and result; and that training does not notice it."""
+"""The dashboard: its charts, address, cards and result; and that training does not notice it."""
 
-import html
-import json
 import re
+import socket
 import time
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -15,13 +14,14 @@ from harness.runs import On
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from short_run import Model, Raise, events, fit, points, save_every, tensors
+from tensorboard import manager
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.optim import lr_scheduler
 
 from lightning_tricks.callbacks import MetricBuffer, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.monitors.tensorboard_dashboard import facts, flat, layout, pinned_link, planned_lrs, table
+from lightning_tricks.monitors.tensorboard_dashboard import SHOWN, facts, flat, how_to_open, layout, planned_lrs, table
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
@@ -36,60 +36,47 @@ def charts(of: dict, names: list[str]) -> dict[str, list[str]]:
     }
 
 
-def test_each_chart_shows_its_series_and_no_other():
-    names = [
-        "train/loss", "train/loss_of_aux", "xtrain/loss", "val/loss", "train/grad_norm", "train/grad_norm/0",
-        "train/clip_norm", "train/lr", "train/lr/1", "train/lr_scale", "throughput/tokens_per_second",
-        "throughput/tokens_per_second_per_device", "throughput/mfu", "throughput/hfu", "memory/peak_rss_gib", "plan/lr",
-        "memory/allocation_retries",
-    ]  # fmt: skip
-    assert charts(layout("train/loss", "val/loss", names), names) == {
-        "loss": ["train/loss", "val/loss"],
-        "gradient norm before the clip": ["train/grad_norm", "train/clip_norm"],
-        "learning rate": ["train/lr", "train/lr/1", "plan/lr"],
-        "tokens per second": ["throughput/tokens_per_second"],
-        "MFU": ["throughput/mfu", "throughput/hfu"],
-        "memory, GiB": ["memory/peak_rss_gib"],
-    }
-
-
-def test_what_is_recorded_of_the_inside_of_loss_scaling_and_of_fp8_gets_its_charts():
+def test_what_is_recorded_of_the_inside_and_of_the_machine_gets_its_charts():
     names = ["updates/ratio", "updates/h.0/ratio", "activations/h.0/rms", "activations/h.1/rms", "activations/h.1/zero"]
-    names += ["attention/h.0/max_logit", "train/loss"]
+    names += ["attention/h.0/max_logit", "train/loss", "xactivations/h.0/rms", "memory/peak_rss_gib", "memory/retries"]
     names += [f"precision/{name}" for name in ("loss_scale", "skipped_steps", "fp8_share", "other")]
-    whole = layout("train/loss", "val/loss", names)
-    assert charts({"": whole["Inside the model"]}, names) == {
+    assert charts(layout(names), names) == {
         "activations: rms": ["activations/h.0/rms", "activations/h.1/rms"],
         "activations: zero": ["activations/h.1/zero"],
         "attention: max_logit": ["attention/h.0/max_logit"],
         "updates: ratio": ["updates/ratio", "updates/h.0/ratio"],
+        "loss scale": ["precision/loss_scale"],
+        "skipped steps": ["precision/skipped_steps"],
         "fp8: share": ["precision/fp8_share"],
+        "memory, GiB": ["memory/peak_rss_gib"],
     }
-    run = charts({"": whole["Run"]}, names)
-    assert list(run)[-2:] == ["loss scale", "skipped steps"]
-    assert (run["loss scale"], run["skipped steps"]) == (["precision/loss_scale"], ["precision/skipped_steps"])
-    assert list(layout("train/loss", "val/loss", ["train/lr"])) == ["Run"]
+    assert layout(["train/lr"]) == {}
 
 
 def test_the_sources_of_a_mixture_stand_side_by_side_in_a_chart_of_each_kind():
     names = [f"sources/{name}/{kind}" for name in ("web", "code") for kind in ("train_loss", "epochs")]
-    found = layout("train/loss", "val/loss", names)
-    assert charts({"": found["Sources of data"]}, names) == {
+    assert charts(layout(names), names) == {
         "epochs": ["sources/web/epochs", "sources/code/epochs"],
         "train loss": ["sources/web/train_loss", "sources/code/train_loss"],
     }
 
 
-def test_the_link_pins_the_cards_and_does_not_smooth():
-    address = urlsplit(pinned_link(["train/loss", "a b&c"]))
-    query = parse_qs(address.query)
-    assert (address.scheme, address.netloc, address.fragment) == ("http", "localhost:6006", "timeseries")
-    assert json.loads(query["pinnedCards"][0]) == [
-        {"plugin": "scalars", "tag": "train/loss"},
-        {"plugin": "scalars", "tag": "a b&c"},
-    ]
-    assert query["smoothing"] == ["0"]
-    assert " " not in pinned_link(["a b"])
+def test_the_overview_comes_before_every_name_of_ours():
+    assert all(name.startswith("_overview/") for name in SHOWN)  # TensorBoard sorts "_" and "/" before letters
+    assert list(SHOWN) == sorted(SHOWN)
+
+
+def test_of_a_tensorboard_that_shows_the_folder_the_address_is_said(tmp_path, monkeypatch):
+    runs = tmp_path / "my runs"
+    address = "http://localhost:{}/#scalars&_smoothingWeight=0"
+    command = f"tensorboard --logdir '{runs}'   then open {address.format(6006)}"
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        here, elsewhere = ({"port": port, "logdir": str(folder)} for folder in (tmp_path, tmp_path / "other"))
+        for infos, said in (([], command), ([elsewhere], command), ([here], f"open {address.format(port)}")):
+            monkeypatch.setattr(manager, "get_all", lambda infos=infos: [SimpleNamespace(**info) for info in infos])
+            assert how_to_open(str(runs)) == said
+    assert how_to_open(str(runs)) == command  # it was killed
 
 
 def test_a_table_keeps_its_two_columns():
@@ -183,7 +170,7 @@ def texts(folder: Path) -> list[tuple[int, str]]:
 
 
 def plan(folder: Path) -> list[tuple[int, float]]:
-    return points(folder / "run/plan", "plan/lr")
+    return points(folder / "run/plan", "_overview/3_learning_rate")
 
 
 def layouts(folder: Path) -> list[layout_pb2.Layout]:
@@ -208,10 +195,13 @@ def test_a_run_gets_its_cards(tmp_path, make):
         assert said in text
     assert plan(tmp_path) == [(step, pytest.approx(Scheduled.curve.lr(0.1, step, 20))) for step in range(12)]
     (drawn,) = layouts(tmp_path)
-    assert [category.title for category in drawn.category] == ["Run", "Inside the model"]
-    assert [chart.title for chart in drawn.category[0].chart][:2] == ["loss", "gradient norm before the clip"]
-    assert list(drawn.category[0].chart[0].multiline.tag) == ["^train/loss$", "^val/loss$"]
-    assert [chart.title for chart in drawn.category[1].chart] == ["activations: rms"]
+    assert [category.title for category in drawn.category] == ["Inside the model"]
+    assert [chart.title for chart in drawn.category[0].chart] == ["activations: rms"]
+    assert list(drawn.category[0].chart[0].multiline.tag) == ["^activations/(.*/)?rms$"]
+    assert [step for step, _ in points(tmp_path / "run", "_overview/1_loss")] == list(range(12))
+    assert points(tmp_path / "run", "_overview/2_gradient_norm") == [(step, 2.0) for step in range(12)]
+    assert {value for _, value in points(tmp_path / "run/clip", "_overview/2_gradient_norm")} == {0.5}
+    assert points(tmp_path / "run/validation", "_overview/1_loss")[-1] == (8, 1009.0)
     clip = points(tmp_path / "run", "train/clip_norm")
     assert {value for _, value in clip} == {0.5}
     assert (clip[0][0], clip[-1][0]) == (0, 11)
@@ -263,8 +253,12 @@ def test_a_resumed_run_adds_its_cards_at_the_step_where_it_goes_on(tmp_path):
     # the loss of each step is a row, so that each of its logging intervals has the clip
     assert clip == [*((step, 0.5) for step in range(10)), (10, 0.25), (11, 0.25), (14, 0.25)]
     first, second = layouts(tmp_path)
-    assert [category.title for category in first.category] == ["Run"]
-    assert [category.title for category in second.category] == ["Run", "Inside the model"]
+    assert [category.title for category in first.category] == []
+    assert [category.title for category in second.category] == ["Inside the model"]
+    for place, name in (("run", "1_loss"), ("run/validation", "1_loss"), ("run/clip", "2_gradient_norm")):
+        steps = [step for step, _ in points(tmp_path / place, f"_overview/{name}")]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == (13 if place == "run/validation" else 14)
     # a fresh start in the same folder leaves its own only
     train(tmp_path, 6, model=Scheduled(run=3))
     assert [step for step, _ in texts(tmp_path)] == [0]
@@ -357,30 +351,21 @@ def test_a_curve_that_is_no_function_of_the_step_has_no_plan(tmp_path, make, opt
     assert not (tmp_path / "run/plan").exists()
 
 
-def test_foreign_names_reach_the_layout_the_link_and_the_result(tmp_path, capsys):
+def test_losses_of_foreign_names_reach_the_overview_and_the_result(tmp_path, capsys):
     class Foreign(Model):
         def training_step(self, batch, batch_idx):
-            self.log("loss", 1.0)
-            return self.layer(batch).mean()
+            loss = self.layer(batch).mean()
+            self.log("loss", loss)
+            return loss
 
         def validation_step(self, batch, batch_idx):
             self.log("eval.loss", 3.0)
 
-    fit(logger(tmp_path), 6, model=Foreign(), callbacks=(TensorBoardDashboard("loss", "eval.loss"),))
+    fit(logger(tmp_path), 6, model=Foreign(), log_every_n_steps=1, callbacks=(TensorBoardDashboard("eval.loss"),))
     assert points(tmp_path / "run", "hp/val_loss") == [(5, 3.0)]
-    assert list(layouts(tmp_path)[0].category[0].chart[0].multiline.tag) == ["^loss$", r"^eval\.loss$"]
-    assert "%22tag%22%3A%22eval.loss%22" in (tmp_path / "run" / "dashboard.html").read_text()
-
-
-def test_the_start_says_how_to_open_it(tmp_path, capsys):
-    folder = tmp_path / "my runs"
-    train(folder, 2)
-    said = capsys.readouterr().out
-    page = folder / "run" / "dashboard.html"
-    assert said.splitlines()[0] == f"TensorBoard: tensorboard --logdir '{folder}/run'   then open '{page}'"
-    tags = ["train/loss", "val/loss", "train/grad_norm", "train/lr", "throughput/tokens_per_second"]
-    target = re.search(r'http-equiv="refresh" content="0; url=([^"]+)"', page.read_text())[1]
-    assert html.unescape(target) == pinned_link(tags)
+    assert points(tmp_path / "run", "_overview/1_loss") == points(tmp_path / "run", "loss")
+    assert [value for _, value in points(tmp_path / "run/validation", "_overview/1_loss")] == [3.0]
+    assert capsys.readouterr().out.splitlines()[0] == f"TensorBoard: {how_to_open(str(tmp_path / 'run'))}"
 
 
 @pytest.mark.parametrize("loggers", [lambda _: False, lambda folder: CSVLogger(folder)], ids=["none", "CSV"])

@@ -39,7 +39,7 @@ def in_words(row: dict[str, Any]) -> str:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ScheduleFree": True, "EMA": True}, r"EMA: a schedule-free optimizer averages the weights already: remove EMA"),
     ({"ScheduleFree": True, "TailAverage": True}, r"TailAverage: a schedule-free optimizer averages the weights"),
-    ({"ScheduleFree": True, "precision": "BF16True"}, r"bfloat16, in which an average over many steps stands still"),
+    ({"ScheduleFree": True, "precision": "BF16True"}, r"bfloat16, in which an average over many steps does not change"),
     ({"ScheduleFree": True, "optimizer": "MuonAdamW"}, r"ScheduleFree: the optimizer is MuonAdamW"),
 ]
 ALONE = {"precision": "fp32", "layout": "one process", "optimizer": "AdamW", "accumulation": 1,
