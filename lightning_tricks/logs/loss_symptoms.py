@@ -60,7 +60,7 @@ def not_finite(log: RunLog) -> Iterator[Finding]:
     if bad.any() and np.isfinite(loss.values).all():
         yield Finding(
             "not_finite", "warning", "hypothesis",
-            f"{log.name('val_loss')} is {val.values[bad][0]} at step {shown_steps(val.steps[bad])}; the training loss "
+            f"{log.name('val_loss')} is {val.values[bad][0]} at {shown_steps(val.steps[bad])}; the training loss "
             "is finite", "validation rows without a target, ids out of range, or an overflow of the precision",
             "look at the first row of this validation; --trainer.precision 32-true for one validation",
             logged_names(log, "val_loss"), tuple(map(int, val.steps[bad][:4])),
@@ -76,7 +76,7 @@ def _only_norm(log: RunLog, norm: Series, loss: Series) -> Iterator[Finding]:
     risen = _risen_before(log, first + 1)
     yield Finding(
         "not_finite", "warning", "established",
-        f"{log.name('grad_norm')} is {norm.values[bad][0]} at step {shown_steps(norm.steps[bad])}; the loss is finite"
+        f"{log.name('grad_norm')} is {norm.values[bad][0]} at {shown_steps(norm.steps[bad])}; the loss is finite"
         f"{risen}", "the learning rate is too high for this phase" if risen else
         "the backward pass overflows, or divides by zero: sqrt or norm at 0, a mask with no place left in a row",
         lower_lr(log, first + 1) if risen else
@@ -261,6 +261,51 @@ def _peak_step(log: RunLog) -> int | None:
     return int(lr.steps[lr.values.argmax()]) if len(lr) and lr.values.max() > lr.values[0] else None
 
 
+# ---- the first steps
+
+RISE = 1.3  # times the first loss: batches differ by a few hundredths while the model is new
+FIRST_PART, FIRST_POINTS = 0.1, 30  # of the points, and at most
+STARTS_HIGH = 0.5  # of the peak of the learning rate, at the first point: there is no warmup
+
+
+def early_spike(log: RunLog) -> Iterator[Finding]:
+    """The loss rises far above its start in the first steps."""
+    loss, lr = log["loss"].finite(), log["lr"].finite().values
+    early = loss.values[: min(int(FIRST_PART * len(loss)), FIRST_POINTS)]
+    if len(loss) < MIN_POINTS or early.max() <= max(
+        RISE * early[0], early[0] + SIGMAS * noise(loss.values[len(early) :])
+    ):
+        return
+    top, step = float(early.max()), int(loss.steps[early.argmax()])
+    no_warmup = len(lr) > 0 and lr[0] >= STARTS_HIGH * lr.max() > 0
+    yield Finding(
+        "early_spike", "warning", "supported" if no_warmup else "hypothesis",
+        f"{log.name('loss')} rises from {early[0]:.4g} at step {loss.steps[0]} to {top:.4g} at step {step}"
+        + (f"; {log.name('lr')} is {lr[0]:.3g} at the first point, its peak {lr.max():.3g}" if no_warmup else ""),
+        "no warmup" if no_warmup else "the learning rate is too high, or its warmup too short",
+        f"a longer --model.schedule.warmup_steps; {lower_lr(log)}", logged_names(log, "loss", "lr"), (step,),
+    )  # fmt: skip
+
+
+# ---- precision of the loss
+
+DISTINCT = 0.1  # of the points of the second half: a loss in bf16 had 0.15 and more
+
+
+def quantized_loss(log: RunLog) -> Iterator[Finding]:
+    """The loss has very few different values."""
+    late = log["loss"].finite().last_part(0.5).values
+    distinct = np.unique(late)
+    if len(late) >= MIN_POINTS and 1 < len(distinct) <= DISTINCT * len(late):
+        yield Finding(
+            "quantized_loss", "note", "established",
+            f"the last {len(late)} values of {log.name('loss')} are {len(distinct)} different ones, "
+            f"{np.diff(distinct).min():.3g} apart or more",
+            "the loss is computed, reduced or logged in too few bits", "compute and log the loss in fp32",
+            logged_names(log, "loss"),
+        )  # fmt: skip
+
+
 # ---- spikes
 
 SPIKE_HALF = 8  # points on each side: the median of 17 stays where it is for a spike of up to 8
@@ -287,7 +332,7 @@ def spikes(log: RunLog) -> Iterator[Finding]:
     led = f"; the gradient norm rose at or before {len(first)} of them" if first else ""
     yield Finding(
         "spikes" if often else "spike", "warning" if often else "note", "supported" if first else "hypothesis",
-        f"{len(starts)} in {len(loss)} points, at steps {shown_steps(starts)}, up to {np.nanmax(above[high]):.3g} "
+        f"{len(starts)} in {len(loss)} points, at {shown_steps(starts)}, up to {np.nanmax(above[high]):.3g} "
         f"above the losses around{led}",
         "the learning rate is too high for this phase" if often else "one bad batch",
         f"{lower_lr(log)}; --trainer.callbacks+=StepGuard" if often else "if more come, a lower learning rate; "

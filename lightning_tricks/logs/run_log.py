@@ -236,7 +236,7 @@ def above_surroundings(values: Floats, half: int) -> Floats:
 
 
 def shown_steps(steps: Iterable[int], most: int = 4) -> str:
-    """Steps as text: `3, 5, 8, 9 and 12 more`."""
+    """Steps as text: `step 3`, `steps 3, 5, 8, 9 and 12 more`."""
     listed = [int(step) for step in steps]
     rest = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(map(str, listed[:most])) + rest
+    return f"step{'s' * (len(listed) != 1)} " + ", ".join(map(str, listed[:most])) + rest

@@ -66,7 +66,7 @@ def guarded_steps(log: RunLog) -> Iterator[Finding]:
     often = number >= FREQUENT and number >= FREQUENT_SHARE * log.steps()
     yield Finding(
         "steps_skipped", "warning" if often else "note", "established",
-        f"StepGuard has skipped {number} of {log.steps():,} steps, counted at steps {shown_steps(at)}",
+        f"StepGuard has skipped {number} of {log.steps():,} steps, counted at {shown_steps(at)}",
         "loss or gradient norm not finite or far above the steps before: a learning rate too high, or single batches",
         f"{lower_lr(log)}; autopsy --step N ranks the documents of such a step",
         logged_names(log, "guarded_steps", "loss"), tuple(map(int, at[:8])),
@@ -212,7 +212,7 @@ def stall(log: RunLog) -> Iterator[Finding]:
         if long.any():
             yield Finding(
                 "stall", "warning", "hypothesis", f"{gaps[long].max() / 60:.0f} minutes without a logged step after "
-                f"step {shown_steps(steps[:-1][long])}; usually {usual:.3g} s",
+                f"{shown_steps(steps[:-1][long])}; usually {usual:.3g} s",
                 "a rank or loader that hung, storage that did not answer, or a machine that was suspended",
                 "--trainer.callbacks+=HangWatchdog names the rank; the job's own log of that time",
                 logged_names(log, "speed"), tuple(map(int, steps[:-1][long][:8])),
@@ -343,6 +343,8 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
     loss_symptoms.overfitting,
     loss_symptoms.validation_leak,
     clip,
+    loss_symptoms.early_spike,
+    loss_symptoms.quantized_loss,
     loss_symptoms.spikes,
     guarded_steps,
     dead_units,
@@ -357,7 +359,9 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
 
 
 ADVERSARIAL = re.compile(r"(^|[/_])(d|disc|discriminator|critic)_?loss")  # two losses that play against each other
-OF_ONE_LOSS = ("divergence", "plateau", "stalled_at_peak", "overfitting", "train_gap", "validation_leak", "spikes")
+OF_ONE_LOSS = (
+    "early_spike", "divergence", "plateau", "stalled_at_peak", "overfitting", "train_gap", "validation_leak", "spikes",
+)  # fmt: skip
 
 
 def findings(log: RunLog) -> list[Finding]:

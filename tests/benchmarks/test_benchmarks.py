@@ -160,6 +160,13 @@ def test_doctor_trials(tmp_path, numbers):
     assert "| clip at 0.001 | `clip_pinned` (warning) |" in trials.tables({"faults": [row], "healthy": []})["faults"]
 
 
+def test_doctor_logs(tmp_path, capsys):
+    logs = module("doctor_logs")
+    assert (len(logs.FAULTS), len(logs.HEALTHY)) == (30, 30)
+    logs.main(["early_spike", "cosine"])
+    assert "| tuned | 3 | 3 | 0 | 0 | 3 | 0 | none |" in capsys.readouterr().out
+
+
 def test_compare_trials(tmp_path, monkeypatch, numbers):
     trials = module("compare_trials")
     monkeypatch.chdir(tmp_path)

@@ -113,7 +113,7 @@ def each_step(batch):
         sick("not_finite error supported", "--model.optimizer.lr 0.0003 (it is 0.003)", train__loss=LOST,
              train__grad_norm=spoilt(NORM, slice(198, 200), [5.0, 20.0])),
         sick("not_finite error hypothesis", "warmup", train__loss=spoilt(FALLING, slice(5, None), NAN)),
-        sick("not_finite warning established", "train/grad_norm is inf at step 3, 4",
+        sick("not_finite warning established", "train/grad_norm is inf at steps 3, 4",
              train__grad_norm=spoilt(NORM, [3, 4], math.inf), precision__loss_scale=Series.of({})),
         sick("not_finite warning hypothesis", "val/loss is nan at step 149", val__loss=spoilt(VAL, 4, NAN)),
         sick("divergence error supported", "near step 90", train__loss=DIVERGED, settings={},
@@ -132,7 +132,7 @@ def each_step(batch):
         sick("spikes warning supported", steps=(100, 150, 200),  # two points in a row are one spike
              train__loss=spoilt(FALLING, [100, 150, 151, 200], 7.0),
              train__grad_norm=spoilt(NORM, [99, 149, 199], 9.0)),
-        sick("steps_skipped note established", "1 of 300 steps, counted at steps 150",
+        sick("steps_skipped note established", "1 of 300 steps, counted at step 150",
              guard__skipped_steps=np.where(STEPS >= 150, 1.0, 0.0)),
         sick("steps_skipped warning established", steps=(0, 100, 200), guard__skipped_steps=STEPS // 100 + 1.0),
         sick("overfitting warning supported", "come again too often", steps=(119,), val__loss=OVERFIT),
@@ -397,5 +397,21 @@ def test_bins_trends_and_heights():
     above = above_surroundings(np.array([1.0, 1, 5, 1, 1]), 2)
     assert above[2] == 4
     assert np.isnan(above[[0, 1, 3, 4]]).all()
-    assert shown_steps([1, 2, 3]) == "1, 2, 3"
-    assert shown_steps(range(6)) == "0, 1, 2, 3 and 2 more"
+    assert shown_steps([1, 2, 3]) == "steps 1, 2, 3"
+    assert shown_steps([8]) == "step 8"
+    assert shown_steps(range(6)) == "steps 0, 1, 2, 3 and 2 more"
+
+
+def test_a_loss_that_rises_far_above_its_start_in_the_first_steps_is_an_early_spike():
+    rising = FALLING + 8 * np.exp(-(((STEPS - 5) / 3) ** 2))
+    first = findings(log_of(train__loss=rising, train__lr=COSINE))[0]
+    assert (first.symptom, first.severity, first.status, first.steps) == ("early_spike", "warning", "hypothesis", (5,))
+    assert findings(log_of(train__loss=rising, train__lr=COSINE[20:].repeat(2)[:N]))[0].cause == "no warmup"
+    assert "early_spike" not in {each.symptom for each in findings(healthy())}
+
+
+def test_a_loss_of_few_different_values_is_a_note():
+    found = {each.symptom: each for each in findings(healthy(train__loss=np.round(FALLING * 4) / 4))}
+    assert found["quantized_loss"].severity == "note"
+    assert found["quantized_loss"].evidence.endswith("0.25 apart or more")
+    assert "quantized_loss" not in {each.symptom for each in findings(healthy())}
