@@ -71,6 +71,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        plt.close("all")  # of other tests
         folder = tmp_path_factory.mktemp("notebook")
         patch.chdir(folder)
         patch.setattr(tempfile, "tempdir", str(folder))

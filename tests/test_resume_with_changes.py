@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pages
 TESTS = Path(__file__).resolve().parent
 PAGE = (TESTS.parent / "docs/resume_with_changes.md").read_text(encoding="utf-8")
 SAVED, STEPS = 4, 8
-JUMP = "has lr .*, in the checkpoint's run .*; the recipe's are used"
+JUMP = "lr is .*, and was .* in the checkpoint's run: .*; the recipe's values are used"
 OTHER_DATA = "other data settings"
 
 

@@ -25,6 +25,7 @@ _BY_MODULE = {
 _EXPORTS_ONLY = ("checkpoints",)  # public packages without a name in `lightning_tricks` itself
 # The card of a name that no title has, where its mentions would find another page.
 _CARDS = {
+    "LRMonitor": "monitors",
     "MuonAdamW": "muon",
     "OptimizerMixin": "decay_groups",
     "PredictionWriter": "generating_text",

@@ -298,7 +298,7 @@ def test_a_step_that_no_checkpoint_has_done_is_that_of_a_run_that_goes_on_unchan
     alone = shutil.copy(trained.checkpoint(12), tmp_path / "alone.ckpt")
     report = trained.report(16, alone)
     assert report.samples.runs == [(128, 135)]
-    assert "the samples are those of a run that goes on with the global batch of this checkpoint" in report.table(0)
+    assert "the samples are those of a run that continues with the global batch of this checkpoint" in report.table(0)
     (tmp_path / "damaged.ckpt").write_bytes(trained.checkpoint(26).read_bytes()[:1000])
     shutil.copy(trained.checkpoint(26), tmp_path / "later.ckpt")
     report = trained.report(16, alone)
