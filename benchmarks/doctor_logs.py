@@ -94,7 +94,10 @@ class Made:
 
     def add(self, name: str, values: Floats, at: Floats | None = None) -> None:
         """Another metric."""
-        self.extra[name] = (self.steps if at is None else at, np.asarray(values, dtype=np.float64))
+        self.extra[name] = (
+            np.asarray(self.steps if at is None else at, dtype=np.float64),
+            np.asarray(values, dtype=np.float64),
+        )
 
     def shares(self, data: float) -> None:
         """GoodputMonitor's shares of the time."""
