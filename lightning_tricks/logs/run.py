@@ -80,7 +80,7 @@ def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has a log, checkpoints or settings, or is one of Lightning's versions."""
     if any((folder / name).is_file() for name in ("metrics.csv", "hparams.yaml")) or (folder / "checkpoints").is_dir():
         return True
-    return bool(re.fullmatch(r"version_\d+", folder.name) or event_files(folder))
+    return bool(_VERSION.fullmatch(folder.name) or event_files(folder))
 
 
 def read_run(
@@ -125,6 +125,10 @@ def read_run(
     )
 
 
+_VERSION = re.compile(r"version_\d+")
+_EVALUATIONS = ("validate", "test", "predict")  # folders that these commands write beside the runs of a logger
+
+
 class _Wanted(frozenset[str]):
     """Names of metrics, and those of all sources."""
 
@@ -166,7 +170,9 @@ def run_folders(folder: Path, command: str, unreadable: list[tuple[str, str]]) -
         except OSError as error:  # one that may be listed, but not entered
             unreadable.append((place, why(error)))
             folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        beside_runs = any(map(_VERSION.fullmatch, folders))
+        skipped = _EVALUATIONS if beside_runs else ()
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
 
 
 def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs", all_metrics: bool = False) -> list[Run]:

@@ -295,6 +295,17 @@ def test_a_folder_of_one_run_is_a_table_of_one_row_and_subfolders_of_a_run_are_n
     assert len(find_runs(three)) == 3
 
 
+def test_what_validate_writes_beside_the_runs_is_no_run(tmp_path):
+    run = written(tmp_path / "tiny" / "version_0")
+    later = written(tmp_path / "tiny" / "validate", "step,val/loss\n5,1.0\n")
+    assert [found.name for found in find_runs(tmp_path)] == ["tiny/version_0"]
+    assert run_module.find_run(tmp_path) == run
+    assert run_module.find_run(later) == later  # as asked for
+    own = written(tmp_path / "test" / "version_0")  # a logger's name may be any
+    assert run_module.find_run(tmp_path / "test") == own
+    assert len(find_runs(tmp_path)) == 2
+
+
 def test_another_projects_names_are_found_or_can_be_given(tmp_path):
     folder = written(tmp_path, "step,val_loss,my_score\n9,2.0,7.0\n", None)
     assert read_run(folder).best_val_loss == 2.0
