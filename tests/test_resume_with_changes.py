@@ -79,7 +79,10 @@ HERE = {
     "`num_workers`": GoesOn({"num_workers": 1}),
     # model
     "`seed_everything`": GoesOn({"of_all": 5}),
-    "width, layers, heads, family": Refused(shape(d_model=32), "has d_model=16, the recipe's 32"),
+    "width, layers, heads, family": Refused(
+        shape(d_model=32, n_layers=1),
+        "has d_model=16, n_layers=2, the recipe's 32, 1: give the decoder d_model=16, n_l",
+    ),
     "`vocab_size`": Refused(shape(vocab_size=128), "has vocab_size=64, the recipe's 128"),
     "`max_seq_len`, `rope_theta`": Refused(
         shape(max_seq_len=32), "16, the recipe's 32: give the decoder max_seq_len=16"

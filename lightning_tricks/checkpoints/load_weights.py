@@ -301,16 +301,20 @@ def architecture(config: DecoderConfig) -> dict[str, Any]:
 
 def check_architecture(config: DecoderConfig, checkpoint: dict[str, Any], may_differ: Collection[str]) -> None:
     """Refuse a checkpoint whose decoder has other settings than the recipe's, but for the names in `may_differ`."""
-    here, there = architecture(config), checkpoint.get("decoder_config")
-    if there is None:
+    given, saved = architecture(config), checkpoint.get("decoder_config")
+    if saved is None:
         return
-    here, there = _with_defaults(here), _with_defaults(there)
-    for name in ["class", *sorted((here.keys() | there.keys()) - {"class", *may_differ})]:
-        if here.get(name) != there.get(name):
-            raise UsageError(
-                f"the checkpoint's decoder has {name}={there.get(name)!r}, the recipe's {here.get(name)!r}: "
-                f"give the decoder {name}={there.get(name)!r}, or start without the checkpoint"
-            )
+    here, there = _with_defaults(given), _with_defaults(saved)
+    names = [name for name in {**here, **there} if name not in may_differ and here.get(name) != there.get(name)]
+    # sizes that follow from others are named where these are equal
+    names = [name for name in names if given.get(name) is not None or saved.get(name) is not None] or names
+    names = ["class"] if "class" in names else names
+    if names:
+        wanted = ", ".join(f"{name}={there.get(name)!r}" for name in names)
+        raise UsageError(
+            f"the checkpoint's decoder has {wanted}, the recipe's {', '.join(repr(here.get(name)) for name in names)}: "
+            f"give the decoder {wanted}, or --config with the config.yaml of its run, or start without the checkpoint"
+        )
 
 
 def _with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
