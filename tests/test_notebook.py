@@ -114,7 +114,7 @@ def test_the_doctor_names_the_learning_rate_of_the_broken_run_alone(ran):
     first = r"^1\. .*(error|warning): .*\n   evidence: (?:.*\n)+?   cause \(\w+\): .*learning rate"
     for text in (ran.printed["named"], stored("named")):
         assert re.search(first, text, re.M)
-    assert ran.printed["healthy"].splitlines()[-1] == "doctor: nothing found above a note"
+    assert ran.printed["healthy"].splitlines()[-1] == "doctor: no fault found"
 
 
 def test_compare_is_sure_which_learning_rate_is_better(ran):

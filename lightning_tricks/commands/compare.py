@@ -77,6 +77,8 @@ def _amount(row: Row) -> str:
     assert row.place is not None
     word = axis_text(row.name)
     if row.name in ("steps", "hours"):
+        if row.name == "hours" and row.place < 0.1:
+            return f"{60 * row.place:.3g} minutes"
         return f"{row.place:,.0f} {word}" if row.name == "steps" else f"{row.place:.3g} {word}"
     return f"{table.human(row.place)} {word}"
 

@@ -13,7 +13,7 @@ from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
-from lightning_tricks.logs.finding import MIN_POINTS, Finding
+from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
 from lightning_tricks.logs.run import find_run
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
@@ -24,7 +24,7 @@ NEEDED_BY = {  # what is not looked for where a metric is missing
     "grad_norm": "the clip",
     "lr": "the learning rate at its peak",
     "speed": "falling speed",
-    "data_share": "waits for data (GoodputMonitor)",
+    "data_share": "waits for data, which GoodputMonitor logs",
 }
 _LEGEND = "<p>In each plot: dashed lines, the steps of the finding; red bands, NaN or infinity.</p>"
 _STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
@@ -82,24 +82,28 @@ class Report:
         yield from (f"not read: {line}" for line in self.unread)
 
     def _end(self) -> Iterator[str]:
-        missing = [f"{role} ({what})" for role, what in NEEDED_BY.items() if not len(self.log[role])]
+        missing = [what for role, what in NEEDED_BY.items() if not len(self.log[role])]
         if missing:
-            yield f"not in the log, so not looked for: {'; '.join(missing)}"
+            yield f"not looked for, as the log lacks it: {'; '.join(missing)}"
         notes = sum(finding.severity == "note" for finding in self.found)
         above = len(self.found) - notes
         words = [f"{above} finding{'s' * (above != 1)}"] if above else []
         if self.is_too_short:
             points = f"{len(self.log['loss'])} points of the training loss, {MIN_POINTS} are needed"
             words.append(f"too short to judge{' the rest' * bool(above)} ({points})")
-        words = words or ["nothing found above a note"]
+        words = words or ["no fault found"]
         yield "doctor: " + ", ".join([*words, *([f"{notes} note{'s' * (notes != 1)}"] if notes else [])])
 
-    @staticmethod
-    def _rows(finding: Finding) -> list[tuple[str, str]]:
+    @property
+    def _has_options(self) -> bool:
+        """Whether a command line with a Trainer ran it."""
+        return any(name.startswith("trainer.") for name in self.log.settings)
+
+    def _rows(self, finding: Finding) -> list[tuple[str, str]]:
         return [
             ("evidence", finding.evidence),
             (f"cause ({finding.status})", finding.cause),
-            ("remedy", finding.remedy),
+            ("remedy", finding.remedy if self._has_options else in_words(finding.remedy)),
         ]
 
     @staticmethod
@@ -129,6 +133,7 @@ class Report:
         """One page, with a plot of each metric of a finding."""
         head, *unread = self._head()
         *missing, verdict = self._end()
+        curves = self._curves()
         return page(
             head,
             [
@@ -139,9 +144,16 @@ class Report:
                     ["<p>In each plot: dashed, the steps of the finding; a red band, no finite value.</p>"]
                     * bool(self.found)
                 ),
+                *([f'<section><h2>Curves</h2><div class="plots">{curves}</div></section>'] * bool(curves)),
                 *(f"<p>{html_text(line)}</p>" for line in missing),
             ],
         )
+
+    def _curves(self) -> str:
+        """The main metrics that no finding shows."""
+        shown = {name for finding in self.found for name in finding.metrics}
+        names = [name for role in ("loss", "val_loss", "grad_norm", "lr") if (name := self.log.names.get(role))]
+        return "".join(figure(plot_of(self.log.metrics[name], name), name) for name in names if name not in shown)
 
     def _section(self, finding: Finding) -> str:
         rows = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in self._rows(finding))

@@ -151,7 +151,8 @@ class FreshScore:
             self._warn_once(
                 "stale",
                 f"SafeCheckpoint: {self.monitor} has no value for the weights of step {step}, so this checkpoint and "
-                "later ones like it cannot be the best: let every_n_train_steps divide the steps between validations",
+                "later ones like it cannot be the best: let every_n_train_steps be a multiple of the steps between "
+                "validations",
             )
         return None
 

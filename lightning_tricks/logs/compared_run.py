@@ -113,11 +113,10 @@ class ComparedRun:
         seconds = self._metric("goodput/wall_seconds").finite()
         if not len(seconds):
             times = self.log.times
-            seconds = Series(times.steps, times.values - times.values[:1])
+            seconds = Series(times.steps, times.values - (self.log.began or times.values[:1]))
         if len(seconds) < 2:
             return None
-        hours = seconds.values / 3600
-        return Amounts(np.concatenate([[0], seconds.steps + 1]), np.concatenate([hours[:1], hours]))
+        return Amounts(np.append(0, seconds.steps + 1), np.append(0.0, seconds.values / 3600))
 
     def _metric(self, name: str) -> Series:
         return self.log.metrics.get(name, Series.of({}))

@@ -77,6 +77,11 @@ def lower_lr(log: RunLog, before: float = 0) -> str:
 _PROPOSED = re.compile(r"(?:^|[;,] )(?:or )?--([\w.]+)(?:\+=| )([\w.]+)[^;,]*")
 
 
+def in_words(remedy: str) -> str:
+    """A remedy for a script, which has no options of a command line."""
+    return re.sub(r"--(?:\w+\.)+(\w+)", r"\1", re.sub(r"--trainer\.callbacks\+=(\w+)", r"add the callback \1", remedy))
+
+
 def without_present(log: RunLog, remedy: str) -> str:
     """A remedy without the callbacks and options that the run has already."""
 

@@ -110,6 +110,7 @@ NEVER = 0.02  # of the first level; a language model falls by far more while it 
 STALLED = 0.02  # fall of the level while the learning rate is above half its peak, for a quarter of the run or longer
 ENDS = (0.08, 0.04, 0.0)  # parts of a run at its end that are looked at by themselves, each of ten points or more
 END_POINTS = 10
+LOST = 1.5  # times the first loss: all levels above it are no noise of batches
 EXPLODED = 3.0  # times the first losses: of so few points, noise makes less
 TRAINED = 0.75  # of the logarithm of the vocabulary, with which a new model begins
 FINE_LR, FINE_LOSS = 1e-4, 4.0  # at most, of a fine-tuning whose vocabulary is not known
@@ -126,7 +127,9 @@ def divergence(log: RunLog) -> Iterator[Finding]:
     best = int(levels.argmin())
     margin = max(SIGMAS * bin_error(loss.values, 2 * BINS), DIVERGED * abs(levels[best]))
     first, end = float(np.median(loss.values[:3])), levels[-1]
-    over_start = short or levels[-1] > first + margin
+    lowest = float(levels.min())
+    never_back = bool(lowest > LOST * max(loss.values[0], 0.1))
+    over_start = short or levels[-1] > first + margin or never_back
     at = len(loss) * best // len(levels)
     if not over_start and (best > len(levels) - 3 or levels[-2:].min() <= levels[best] + margin):
         if (points := _rising_end(loss.values)) == 0:
@@ -139,6 +142,8 @@ def divergence(log: RunLog) -> Iterator[Finding]:
     near_peak = peak is not None and abs(start - peak) <= max(2 * log.steps() / len(levels), 2)
     grew = _has_grown(log["grad_norm"], start)
     evidence = f"{log.name('loss')} was {levels[best]:.3g} near step {start}, and is {end:.3g} at the end"
+    if never_back:
+        evidence = f"{log.name('loss')} began at {loss.values[0]:.3g}, rose at once, and stayed above {lowest:.3g}"
     if near_peak:
         evidence += f"; the learning rate reaches its peak at step {peak}"
     if grew:

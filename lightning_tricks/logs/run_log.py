@@ -74,6 +74,7 @@ class RunLog:
         batches: checksum of each step's batch, of a ledger.
         settings: of the recipe, by dotted names such as `trainer.gradient_clip_val`.
         times: seconds since 1970 at the points of the loss, where the log has times.
+        began: the same of its first record.
         printed: lines that the run has printed, such as those of an error.
     """
 
@@ -83,6 +84,7 @@ class RunLog:
     batches: Mapping[int, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     times: Series = field(default_factory=lambda: Series.of({}))
+    began: float | None = None
     printed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -169,7 +171,7 @@ def read_log(
     points = scalars.metrics[log.names[found]]
     log.restarts = sorted(step for step in points.restarts.union(scalars.resumes) if step > 0)
     steps, times = metrics[log.names[found]].steps, np.frombuffer(points.times, np.float64)
-    log.times = Series(steps, times).finite()
+    log.times, log.began = Series(steps, times).finite(), scalars.facts.first_time
     if "speed" not in log.names and (known := np.diff(times) > 0).any():
         speed = Series(steps[1:][known], np.diff(steps)[known] / np.diff(times)[known])
         log.metrics, log.names["speed"] = {**metrics, _SPEED: speed}, _SPEED

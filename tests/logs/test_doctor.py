@@ -30,8 +30,26 @@ def sick(folder):
 def test_a_healthy_run_ends_in_order_and_says_what_was_not_looked_for(tmp_path, capsys):
     door.run(["doctor", str(written(tmp_path, *losses(range(60))))])
     *_, missing, last = capsys.readouterr().out.splitlines()
-    assert last == "doctor: nothing found above a note"
-    assert missing.startswith("not in the log, so not looked for: val_loss (overfitting, validation leak); grad_norm")
+    assert last == "doctor: no fault found"
+    assert missing.startswith("not looked for, as the log lacks it: overfitting, validation leak; the clip;")
+
+
+def test_a_run_that_one_step_destroyed_is_found_and_a_script_gets_no_options(tmp_path, capsys):
+    def loss(step):
+        return 4.3 if step == 0 else 13.7 + (step % 7) / 10
+
+    rates = (scalar("train/lr", step, 1.0) for step in range(60))
+    folder = written(tmp_path, *losses(range(60), loss), *rates)
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(folder), "--html", str(tmp_path / "page.html")])
+    said = capsys.readouterr().out
+    assert "1. error: divergence" in said
+    assert "train/loss began at 4.3, rose at once, and stayed above 13" in said
+    assert "remedy: the learning rate divided by 10; a longer warmup_steps" in said
+    assert "<h2>Curves</h2>" not in (tmp_path / "page.html").read_text()  # the finding shows both
+    door.run(["doctor", str(written(tmp_path / "fine", *losses(range(60)))), "--html", str(tmp_path / "fine.html")])
+    page = (tmp_path / "fine.html").read_text()
+    assert page.count("<polyline") == page.count("<h2>Curves</h2>") == 1
 
 
 def test_a_run_that_is_too_short_to_judge_is_said_to_be_so(tmp_path, capsys):
