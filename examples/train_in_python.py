@@ -43,7 +43,7 @@ def main() -> None:
     )
 
     # 3. The callbacks: LRMonitor, GradNormMonitor and MFUMonitor come with the model.
-    saver = lt.SafeCheckpoint(str(RUN / "checkpoints"), every_n_train_steps=50, monitor="val/loss")
+    saver = lt.SafeCheckpoint(str(RUN / "checkpoints"), every_n_train_steps=100, monitor="val/loss")
     callbacks = [lt.TrainingProgressBar(), lt.StepGuard(), saver]
 
     # 4. The Trainer is Lightning's own.
