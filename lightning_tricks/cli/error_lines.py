@@ -53,7 +53,7 @@ _LINES = [
     (r"[Uu]nrecognized arguments: (?P<file>\S+\.ya?ml)(?!\S)", "{file}: a recipe is given as --config {file}"),
     (r"[Uu]nrecognized arguments: (?P<given>-*(?P<option>[^\s=]*)\S*)", "no option {given!r}{near}"),
     (r"(?:File does not exist|Path is not a file): '(?P<file>.*)'",
-     "--{key} {file}: there is no such file; check the path (the command ls lists recipes)"),
+     "--{key} {file}: there is no such file; check the path, or copy a recipe by `cp tiny .` (ls lists them)"),
     (r".*?No module named '(?P<module>heavyball|pytorch_optimizer|schedulefree|torchao)'",
      "{at}{module} is not installed: pip install 'lightning-tricks[optimizers]'"),
     (r".*?No module named '(?P<module>[^']*)'",

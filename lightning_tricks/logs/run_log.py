@@ -164,9 +164,10 @@ def read_log(
     log = RunLog(metrics, names, settings=run.settings)
     if (found := next((role for role in needed if role in log.names), None)) is None:
         words = " or ".join(_WORDS[role] for role in needed)
+        likely = next((name for name in metrics if needed[0].partition("_")[0] in name), next(iter(metrics)))
         raise UsageError(
             f"{command}: {folder}: no {words} among {_some(metrics)}: name it, such as "
-            f"--names {shell_word(f'{needed[0]}={next(iter(metrics))}')}"
+            f"--names {shell_word(f'{needed[0]}={likely}')}"
         )
     points = scalars.metrics[log.names[found]]
     log.restarts = sorted(step for step in points.restarts.union(scalars.resumes) if step > 0)

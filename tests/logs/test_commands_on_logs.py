@@ -24,6 +24,7 @@ def made(tmp_path_factory):
     without = TABLE.replace("train/loss", "my loss")
     run_in(folder / "val", without)
     run_in(folder / "train", TABLE.replace("val/loss", "x"))
+    run_in(folder / "mine", without.replace("val/loss", "my val"))
     run_in(folder / "acc", without.replace("val/loss", "acc"))
     for name in ("none", "x/one", "x/two"):
         run_in(folder / name, "step\n")
@@ -59,6 +60,7 @@ def made(tmp_path_factory):
         ("compare {}/a", "a: one run alone: name another, or a folder with several"),
         ("compare {}/a {}/a", "named twice: name another run"),
         ("compare {}/a {}/b/../a", "a is .*a, named twice"),
+        ("compare {}/a {}/mine", "among my loss, my val: name it, such as --names 'val_loss=my val'"),
         ("compare {}/a {}/acc", "no validation loss or training loss among acc, my loss: name it, such as --names"),
         ("compare {}/val {}/train", "train logged train/loss and val val/loss: no metric in common"),
         ("compare {}/a {}/b --at flops", r"at=flops: not known of all runs \(MFUMonitor\): give one of"),

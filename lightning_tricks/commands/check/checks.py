@@ -197,7 +197,7 @@ def _own_checks(checked: Checked, parts: Sequence[Any], words: str) -> str | Not
             part.check_run(checked.stand_in(), checked.datamodule, "fit")
     except AttributeError as error:
         return Note(f"{names}: its own check needs a Trainer ({error}): fit makes it")
-    return f"{words}, by the own checks of {names}" if parts else Note("no part has a check of its own")
+    return f"{words}, checked by {names}" if parts else Note("no part has a check of its own")
 
 
 def data(checked: Checked) -> str | Note:
