@@ -78,6 +78,7 @@ def guarded_steps(log: RunLog) -> Iterator[Finding]:
 DECAYED = 0.9  # of the peak: every schedule that decays at all ends below it
 PINNED = 0.95  # of the steps: a clip is for the rare ones
 PINNED_RATIO = 10.0  # norm over clip: a spike of this height is then a step like any other, and the clip has no effect
+GROWN = 3.0  # times the norm of the first tenth: a healthy norm falls, or doubles at most
 UNUSED_RATIO = 0.1  # a norm that has never come to a tenth of the clip would be a spike of 10 before it is clipped
 
 
@@ -106,12 +107,17 @@ def clip(log: RunLog) -> Iterator[Finding]:
     share, middle = float((late > limit).mean()), float(np.median(late))
     evidence = f"{share:.0%} of the steps in the second half are clipped to {limit:g}; the median norm is {middle:.3g}"
     metrics = logged_names(log, "grad_norm", "clip_norm")
-    if share >= PINNED and middle > PINNED_RATIO * limit:
+    start = float(np.median(norm.values[: max(len(norm) // 10, 5)]))
+    if share >= PINNED and middle > PINNED_RATIO * limit and middle > GROWN * start:
         yield Finding(
-            "clip_pinned", "warning", "established", evidence,
-            "the clip is far below the ordinary norm, or the learning rate has driven the norm up",
-            f"--trainer.gradient_clip_val {_round_up(middle)}; if the norm has grown over the run, a lower peak of the "
-            "learning rate", metrics,
+            "clip_pinned", "warning", "supported", f"{evidence}, that of the first steps {start:.3g}",
+            "the learning rate has driven the norm up, or gradients add up because `zero_grad` is missing",
+            f"{lower_lr(log)}; in a loop of your own, `zero_grad` before each step's first backward pass", metrics,
+        )  # fmt: skip
+    elif share >= PINNED and middle > PINNED_RATIO * limit:
+        yield Finding(
+            "clip_pinned", "warning", "established", evidence, "the clip is far below the ordinary norm",
+            f"--trainer.gradient_clip_val {_round_up(middle)}", metrics,
         )  # fmt: skip
     elif share >= PINNED:
         yield Finding(
