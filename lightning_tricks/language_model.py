@@ -42,7 +42,7 @@ __all__ = ["LanguageModel"]
 
 Batch = dict[str, Tensor]
 IGNORED = -100
-HOOK = "on_token_losses"  # of callbacks
+TOKEN_LOSS_HOOK = "on_token_losses"
 # Settings that a resumed run may change: for the first weights only, or for the balance of experts from now on.
 _MAY_CHANGE_ON_RESUME = {"init_std", "zero_init_outputs", "balance_rate", "sequence_balance_weight", "router_z_weight"}
 _MOST_DEVICE_BYTES = 2**40  # more than any device has; to ask it would start CUDA before processes are forked
@@ -346,7 +346,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """Give the loss of each token in a forward pass to callbacks, and to the record of a mixture's sources."""
         assert self.decoder is not None
         trainer: Any = trainer_of(self)
-        hooks = [call for callback in getattr(trainer, "callbacks", ()) if (call := getattr(callback, HOOK, None))]
+        hooks = [
+            call for callback in getattr(trainer, "callbacks", ()) if (call := getattr(callback, TOKEN_LOSS_HOOK, None))
+        ]
         names = self._source_names() if self._metric_buffer is not None and self.training and "source" in batch else []
         head: Any = getattr(self.decoder, "head", None)  # other pipeline stages have none
         if not hooks and not names:

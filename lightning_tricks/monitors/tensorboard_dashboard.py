@@ -29,7 +29,7 @@ __all__ = ["TensorBoardDashboard"]
 # The group of charts that TensorBoard shows first: it sorts names, "_" before letters.
 OVERVIEW = "_overview"
 LOSS, GRAD_NORM, LR = (f"{OVERVIEW}/{name}" for name in ("1_loss", "2_gradient_norm", "3_learning_rate"))
-SHOWN = {
+OVERVIEW_METRICS = {
     LOSS: (STEP_LOSS,),
     GRAD_NORM: ("train/grad_norm",),
     LR: ("train/lr", "train/lr/0"),
@@ -74,12 +74,12 @@ def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, l
 def how_to_open(logdir: str) -> str:
     """The command that starts TensorBoard on a folder, unless it runs, and the address, where no curve is smoothed."""
     for info in manager.get_all():
-        if Path(logdir).resolve().is_relative_to(Path(info.logdir).resolve()) and _answers(info.port):
+        if Path(logdir).resolve().is_relative_to(Path(info.logdir).resolve()) and _accepts_connections(info.port):
             return f"open http://localhost:{info.port}/#scalars&_smoothingWeight=0"
     return f"tensorboard --logdir {shell_word(logdir)}   then open http://localhost:6006/#scalars&_smoothingWeight=0"
 
 
-def _answers(port: int) -> bool:
+def _accepts_connections(port: int) -> bool:
     """Whether a server is there: TensorBoard's own record of it stays when it is killed."""
     with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
         return True
@@ -143,7 +143,7 @@ def planned_lrs(scheduler: ScheduleLR, steps: int, points: int = 600) -> list[tu
     return list(zip(chosen, planned_groups(scheduler, chosen)[0].unscaled_lr, strict=True))
 
 
-def curve_of(folder: str, name: str, step: int) -> ResumingTensorBoardLogger:
+def nested_run(folder: str, name: str, step: int) -> ResumingTensorBoardLogger:
     """A run inside a run's folder, by which TensorBoard draws a curve in another colour; its points from `step` go."""
     run = ResumingTensorBoardLogger(folder, name=name, version="")
     run.resume_at(step)
@@ -204,7 +204,7 @@ class TensorBoardDashboard(pl.Callback):
         if not self._started:
             self._started, self._first = True, step
             for logger in self._loggers:
-                validation, clip = (curve_of(logger.log_dir, name, step) for name in ("validation", "clip"))
+                validation, clip = (nested_run(logger.log_dir, name, step) for name in ("validation", "clip"))
                 self._curves.append((validation, clip))
                 self._write_cards(logger, trainer, pl_module, step)
             if self._clip:  # by the buffer, in which the first step may be the last of an interval as well
@@ -225,7 +225,7 @@ class TensorBoardDashboard(pl.Callback):
         scheduler = next((each for each in by_step if isinstance(each, ScheduleLR)), None)
         lrs = planned_lrs(scheduler, run_length(trainer) or 0) if scheduler is not None else []
         if lrs:
-            plan = curve_of(logger.log_dir, "plan", 0)
+            plan = nested_run(logger.log_dir, "plan", 0)
             for at, lr in lrs:
                 plan.log_metrics({LR: lr}, at)
             plan.finalize("written")
@@ -241,7 +241,9 @@ class TensorBoardDashboard(pl.Callback):
     def _show(self, rows: list[Row]) -> dict[str, float]:
         """Write the overview of an interval; the clip is a metric as well."""
         for row, logger in itertools.product(rows, self._loggers):
-            values = {tag: row.values[name] for tag, names in SHOWN.items() for name in names if name in row.values}
+            values = {
+                tag: row.values[name] for tag, names in OVERVIEW_METRICS.items() for name in names if name in row.values
+            }
             if values:
                 logger.log_metrics(values, row.step)
         for _, clip in self._curves if self._clip else ():

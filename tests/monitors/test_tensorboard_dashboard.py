@@ -21,7 +21,15 @@ from torch.optim import lr_scheduler
 
 from lightning_tricks.callbacks import MetricBuffer, TensorBoardDashboard
 from lightning_tricks.loggers import ResumingTensorBoardLogger
-from lightning_tricks.monitors.tensorboard_dashboard import SHOWN, facts, flat, how_to_open, layout, planned_lrs, table
+from lightning_tricks.monitors.tensorboard_dashboard import (
+    OVERVIEW_METRICS,
+    facts,
+    flat,
+    how_to_open,
+    layout,
+    planned_lrs,
+    table,
+)
 from lightning_tricks.schedules import ScheduleLR, WarmupConstant, WarmupLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning on resuming in mid-epoch
@@ -62,8 +70,10 @@ def test_the_sources_of_a_mixture_stand_side_by_side_in_a_chart_of_each_kind():
 
 
 def test_the_overview_comes_before_every_name_of_ours():
-    assert all(name.startswith("_overview/") for name in SHOWN)  # TensorBoard sorts "_" and "/" before letters
-    assert list(SHOWN) == sorted(SHOWN)
+    assert all(
+        name.startswith("_overview/") for name in OVERVIEW_METRICS
+    )  # TensorBoard sorts "_" and "/" before letters
+    assert list(OVERVIEW_METRICS) == sorted(OVERVIEW_METRICS)
 
 
 def test_of_a_tensorboard_that_shows_the_folder_the_address_is_said(tmp_path, monkeypatch):
