@@ -141,6 +141,31 @@ class DropsWords(LanguageModel):
         return super().training_step({**batch, "input_ids": torch.where(torch.rand(ids.shape) < 0.33, other, ids)}, 0)
 
 
+class KeepsGradients(LanguageModel):
+    """Gradients are never set to zero."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class OnlyNorms(LanguageModel):
+    """All weights are frozen but the scales of the norms."""
+
+    def configure_optimizers(self) -> Any:
+        """Those of the scales."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return super().configure_optimizers()
+
+
+class OtherRows(LanguageModel):
+    """Each row has the labels of another one."""
+
+    def token_sums(self, batch: Any) -> Any:
+        """The sums over labels that do not belong to the inputs, in training and validation."""
+        return super().token_sums({**batch, "labels": batch["labels"].roll(1, 0)})
+
+
 class SleepyData(TextData):
     """A loader that needs 50 ms a batch."""
 
@@ -248,6 +273,13 @@ def watch_relu() -> list[Any]:
 
 FAULTS = [
     Trial("lr", "learning rate x 30", ("stalled_at_peak", "divergence", "plateau", "not_finite"), lr=30 * LR),
+    Trial("lr3", "learning rate x 300, no warmup", ("early_spike", "divergence", "plateau", "not_finite"), lr=300 * LR,
+          schedule=WarmupCosine(warmup_steps=0)),
+    Trial("zero", "gradients never set to zero", ("gradients_add_up", "clip_pinned"), module=KeepsGradients),
+    Trial("sums", "gradients never set to zero, no clip", ("gradients_add_up",), module=KeepsGradients,
+          trainer={"gradient_clip_val": None}),
+    Trial("frozen", "all weights frozen but the norms' scales", ("frozen", "plateau"), module=OnlyNorms),
+    Trial("labels", "labels of other rows", ("plateau",), module=OtherRows),
     Trial("clip", "clip at 0.001", ("clip_pinned",), trainer={"gradient_clip_val": 1e-3}),
     Trial("lr0", "learning rate 0", ("plateau",), lr=0.0),
     Trial("leak", "training labels not shifted", ("train_gap", "overfitting"), module=Leaks),

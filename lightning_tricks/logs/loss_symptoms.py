@@ -75,7 +75,7 @@ def _only_norm(log: RunLog, norm: Series, loss: Series) -> Iterator[Finding]:
     first = int(norm.steps[bad][0])
     risen = _risen_before(log, first + 1)
     yield Finding(
-        "not_finite", "warning", "established",
+        "not_finite", "warning", "supported" if risen else "hypothesis",
         f"{log.name('grad_norm')} is {norm.values[bad][0]} at {shown_steps(norm.steps[bad])}; the loss is finite"
         f"{risen}", "the learning rate is too high for this phase" if risen else
         "the backward pass overflows, or divides by zero: sqrt or norm at 0, a mask with no place left in a row",
@@ -107,7 +107,8 @@ DIVERGED = 0.1  # of the best level: above what batches of other difficulty do t
 SIGMAS = 6.0  # of the standard error of a bin: once in 1e9 for normal noise, so once in 1e6 for tails of a batch's loss
 FLAT = 0.01  # of the level: less in 70 % of a run is no learning that one would wait for
 NEVER = 0.02  # of the first level; a language model falls by far more while it learns how frequent tokens are
-STALLED = 0.02  # fall of the level while the learning rate is above half its peak, for a quarter of the run or longer
+STALLED = 0.04  # fall of the level while the learning rate is above half its peak, for a quarter of the run or longer
+DECAY_GAIN, DECAY_SHARE = 0.02, 0.8  # of the level, and of the fall before (0.3 in healthy runs): what the decay brings
 ENDS = (0.08, 0.04, 0.0)  # parts of a run at its end that are looked at by themselves, each of ten points or more
 END_POINTS = 10
 LOST = 1.5  # times the first loss: all levels above it are no noise of batches
@@ -188,10 +189,10 @@ def stalled_at_peak(log: RunLog) -> Iterator[Finding]:
         return
     levels, end = bins(high_lr, BINS), float(bins(low_lr, 5)[-1])
     early, late = levels[1] - levels[-1], levels[-1] - end
-    needed = max(2 * early, STALLED * abs(levels[-1]), SIGMAS * bin_error(low_lr, 5))
+    needed = max(DECAY_SHARE * early, DECAY_GAIN * abs(levels[-1]), SIGMAS / 2 * bin_error(low_lr, 5))
     if early < STALLED * abs(levels[1]) and late > needed:
         yield Finding(
-            "stalled_at_peak", "warning", "supported",
+            "stalled_at_peak", "warning", "supported" if late > 2 * early else "hypothesis",
             f"{log.name('loss')} falls by {early:.2g} from step {peak} to {half}, while {log.name('lr')} is at least "
             f"half its peak of {lr.values[top]:.3g}, and by {late:.2g} after that",
             "the peak of the learning rate is too high", lower_lr(log), logged_names(log, "loss", "lr"), (peak, half),
@@ -269,27 +270,47 @@ def _peak_step(log: RunLog) -> int | None:
 # ---- the first steps
 
 RISE = 1.3  # times the first loss: batches differ by a few hundredths while the model is new
+RISEN_POINTS = 3  # above it: one of them may be a batch
+LEAST_RISE = 0.5  # nats: a small loss of another kind doubles from batch to batch
 FIRST_PART, FIRST_POINTS = 0.1, 30  # of the points, and at most
 STARTS_HIGH = 0.5  # of the peak of the learning rate, at the first point: there is no warmup
+REBOUND_PART, REBOUND = 0.25, 0.5  # of the points, and of what the loss has fallen by until then
 
 
 def early_spike(log: RunLog) -> Iterator[Finding]:
-    """The loss rises far above its start in the first steps."""
+    """The loss rises far above its start in the first steps, or loses most of its first fall again."""
     loss, lr = log["loss"].finite(), log["lr"].finite().values
-    early = loss.values[: min(int(FIRST_PART * len(loss)), FIRST_POINTS)]
-    if len(loss) < MIN_POINTS or early.max() <= max(
-        RISE * early[0], early[0] + SIGMAS * noise(loss.values[len(early) :])
-    ):
+    if len(loss) < MIN_POINTS:
         return
-    top, step = float(early.max()), int(loss.steps[early.argmax()])
+    early = loss.values[: min(int(FIRST_PART * len(loss)), FIRST_POINTS)]
+    least = max(LEAST_RISE, SIGMAS * 1.2533 * noise(loss.values[len(early) :]) / math.sqrt(5))  # of five points' level
+    above = early > max(RISE * early[0], early[0] + least)
+    low, top = _rebound(loss.values[: int(REBOUND_PART * len(loss))], least)
+    if above.sum() >= RISEN_POINTS:
+        low, top = 0, int(early.argmax())
+    elif not top or len(log.since_change(loss)) < len(loss):
+        return
     no_warmup = len(lr) > 0 and lr[0] >= STARTS_HIGH * lr.max() > 0
     yield Finding(
         "early_spike", "warning", "supported" if no_warmup else "hypothesis",
-        f"{log.name('loss')} rises from {early[0]:.4g} at step {loss.steps[0]} to {top:.4g} at step {step}"
+        f"{log.name('loss')} rises from {loss.values[low]:.4g} at step {loss.steps[low]} to {loss.values[top]:.4g} at "
+        f"step {loss.steps[top]}"
         + (f"; {log.name('lr')} is {lr[0]:.3g} at the first point, its peak {lr.max():.3g}" if no_warmup else ""),
         "no warmup" if no_warmup else "the learning rate is too high, or its warmup too short",
-        f"a longer --model.schedule.warmup_steps; {lower_lr(log)}", logged_names(log, "loss", "lr"), (step,),
+        f"a longer --model.schedule.warmup_steps; {lower_lr(log)}", logged_names(log, "loss", "lr"),
+        (int(loss.steps[top]),),
     )  # fmt: skip
+
+
+def _rebound(values: Floats, least: float) -> tuple[int, int]:
+    """The places of the lowest level and of the highest after it, where most of the fall before is lost; or zeros."""
+    levels = np.median(np.lib.stride_tricks.sliding_window_view(values, 5), axis=1)  # of the two on each side too
+    lowest = np.minimum.accumulate(levels)
+    top = int((levels - lowest).argmax())
+    rise = levels[top] - lowest[top]
+    if rise < max(least, REBOUND * (values[0] - lowest[top])):
+        return 0, 0
+    return int(levels[: top + 1].argmin()) + 2, top + 2
 
 
 # ---- precision of the loss
@@ -460,7 +481,7 @@ def restore(log: RunLog) -> Iterator[Finding]:
         rates = _rate_jump(log["lr"].finite(), step)
         if rates:
             said.append(f"{log.name('lr')} is {rates[0]:.3g} before and {rates[1]:.3g} after")
-            causes.append("the schedule starts again, or the recipe has another one")
+            causes.append("the schedule is not that of the run before")
             todo.append("--ckpt_path LAST.ckpt with the recipe and the max_steps of the run before")
         if again:
             said.append(f"{again} of the next batches were trained before")

@@ -120,6 +120,12 @@ class RunLog:
         last = [int(steps[-1]) for each, steps in changes if 0 < len(steps) <= len(each) / 10]
         return series.between(max(last, default=0), math.inf)
 
+    def clip_norm(self) -> float:
+        """The norm to which gradients are clipped; 0 where it is not known, or values are clipped."""
+        limit = self["clip_norm"].values[-1] if len(self["clip_norm"]) else self.setting("trainer.gradient_clip_val")
+        by_value = self.setting("trainer.gradient_clip_algorithm") == "value"
+        return float(limit) if isinstance(limit, int | float) and not by_value else 0.0
+
     def setting(self, *names: str) -> Any:
         """The first of these settings that the recipe has; None without."""
         return next((self.settings[name] for name in names if self.settings.get(name) is not None), None)

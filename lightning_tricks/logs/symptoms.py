@@ -8,47 +8,49 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_tricks.logs import loss_symptoms
-from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, logged_names, lower_lr, without_present
+from lightning_tricks.logs.finding import BINS, MIN_POINTS, Finding, Status, logged_names, lower_lr, without_present
 from lightning_tricks.logs.loss_symptoms import FREQUENT, FREQUENT_SHARE
-from lightning_tricks.logs.run_log import Floats, RunLog, bins, kendall, shown_steps
+from lightning_tricks.logs.run_log import Floats, RunLog, bins, kendall, noise, shown_steps
 
 # ---- what the run has printed
 
-PRINTED = (  # symptom, how its lines look, cause, remedy
+PRINTED: tuple[tuple[str, str, Status, str, str], ...] = (  # symptom, its lines, status of the cause, cause, remedy
     (
-        "hang", r"HangWatchdog: (?!.* goes on)(?!.* is not watched)",
+        "hang", r"HangWatchdog: (?!.* goes on)(?!.* is not watched)", "established",
         "the rank or the loader that these lines name", "look at the stacks below them; --data.num_workers for a "
         "loader that lags; the same validation batches on all ranks",
     ),
     (
         "collective_timeout", r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for",
-        "one rank did not come to a collective of the others", "--trainer.callbacks+=HangWatchdog names that rank",
+        "established", "one rank did not come to a collective of the others",
+        "--trainer.callbacks+=HangWatchdog names that rank",
     ),
     (
-        "out_of_memory", r"OutOfMemoryError|CUDA out of memory|can't allocate memory",
+        "out_of_memory", r"OutOfMemoryError|CUDA out of memory|can't allocate memory", "established",
         "weights, optimizer and activations together are larger than the device's memory",
         "plan --config RECIPE lists what makes it fit, such as a smaller --data.micro_batch_size",
     ),
     (
-        "steps_all_skipped", r"StepGuard\.max_skipped_steps=", "the learning rate is too high, or the data are broken",
+        "steps_all_skipped", r"StepGuard\.max_skipped_steps=", "hypothesis",
+        "the learning rate is too high, or the data are broken",
         "a lower peak of the learning rate; autopsy --step N ranks the documents of such a step",
     ),
-    ("refused", r"^error: ", "an option of the command line or the recipe", "as the line says"),
+    ("refused", r"^error: ", "established", "an option of the command line or the recipe", "as the line says"),
 )  # fmt: skip
 RAISED = re.compile(
     r"^(\[rank\d+\]:\s*)?([a-z_]\w*\.)*[A-Z]\w*(?<!ChildFailed)(Error|Exception)\b"
 )  # without a launcher's
-TELLING = re.compile("|".join([*(pattern for _, pattern, _, _ in PRINTED), RAISED.pattern]))
+TELLING = re.compile("|".join([*(pattern for _, pattern, *_ in PRINTED), RAISED.pattern]))
 SHOWN_LINES = 2  # of a symptom, in its evidence: HangWatchdog says where a rank stands, then who is behind
 
 
 def printed(log: RunLog) -> Iterator[Finding]:
     """How the run ended, by what it has printed."""
     left = list(log.printed)
-    for symptom, pattern, cause, remedy in PRINTED:
+    for symptom, pattern, status, cause, remedy in PRINTED:
         lines = [line for line in left if re.search(pattern, line)]
         if lines:
-            yield Finding(symptom, "error", "established", "; ".join(lines[:SHOWN_LINES]), cause, remedy)
+            yield Finding(symptom, "error", status, "; ".join(lines[:SHOWN_LINES]), cause, remedy)
             left = []  # what is raised beside it is a consequence
     if lines := [line for line in left if RAISED.search(line)]:
         yield Finding(
@@ -65,7 +67,7 @@ def guarded_steps(log: RunLog) -> Iterator[Finding]:
     number, at = int(skipped.values[-1]), skipped.steps[np.diff(skipped.values, prepend=0.0) > 0]
     often = number >= FREQUENT and number >= FREQUENT_SHARE * log.steps()
     yield Finding(
-        "steps_skipped", "warning" if often else "note", "established",
+        "steps_skipped", "warning" if often else "note", "hypothesis",
         f"StepGuard has skipped {number} of {log.steps():,} steps, counted at {shown_steps(at)}",
         "loss or gradient norm not finite or far above the steps before: a learning rate too high, or single batches",
         f"{lower_lr(log)}; autopsy --step N ranks the documents of such a step",
@@ -91,7 +93,7 @@ def never_decayed(log: RunLog) -> Iterator[Finding]:
         yield Finding(
             "never_decayed", "note", "established",
             f"{log.name('lr')} is {lr.values[-1]:.3g} at the last of {planned} steps, its peak {lr.values.max():.3g}",
-            "the schedule is constant, or its length is that of another run: the decay brings a part of the gain",
+            "the schedule does not decay within this run: the decay brings a part of the gain",
             "--model.schedule WarmupStableDecay, or `branch` a decay from a checkpoint", logged_names(log, "lr"),
         )  # fmt: skip
 
@@ -99,9 +101,8 @@ def never_decayed(log: RunLog) -> Iterator[Finding]:
 def clip(log: RunLog) -> Iterator[Finding]:
     """Each step is clipped, or none would ever be."""
     norm = log["grad_norm"].finite()
-    limit = float(log["clip_norm"].values[-1]) if len(log["clip_norm"]) else log.setting("trainer.gradient_clip_val")
-    by_value = log.setting("trainer.gradient_clip_algorithm") == "value"
-    if by_value or not isinstance(limit, int | float) or limit <= 0 or len(norm) < MIN_POINTS:
+    limit = log.clip_norm()
+    if limit <= 0 or len(norm) < MIN_POINTS:
         return
     late = norm.last_part(0.5).values
     share, middle = float((late > limit).mean()), float(np.median(late))
@@ -111,8 +112,7 @@ def clip(log: RunLog) -> Iterator[Finding]:
     if share >= PINNED and middle > PINNED_RATIO * limit and middle > GROWN * start:
         yield Finding(
             "clip_pinned", "warning", "supported", f"{evidence}, that of the first steps {start:.3g}",
-            "the learning rate has driven the norm up, or gradients add up because `zero_grad` is missing",
-            f"{lower_lr(log)}; in a loop of your own, `zero_grad` before each step's first backward pass", metrics,
+            "the learning rate has driven the norm up", lower_lr(log), metrics,
         )  # fmt: skip
     elif share >= PINNED and middle > PINNED_RATIO * limit:
         yield Finding(
@@ -129,6 +129,37 @@ def clip(log: RunLog) -> Iterator[Finding]:
             "clip_unused", "note", "established",
             f"the largest norm is {norm.values.max():.3g}, the clip {limit:g}", "the clip is set far above the norm",
             f"--trainer.gradient_clip_val {_round_up(3 * middle)}", metrics,
+        )  # fmt: skip
+
+
+QUIET = 0.06  # noise of a norm over the norm: 0.03 to 0.05 where gradients added up, 0.07 and more in healthy runs
+SUM_GROWTH = 3.0  # times from the second tenth of a run to its last, and more in each tenth than in that before
+SUM_LEVEL = 3.0  # times the norm of the first steps, from the first tenth on
+KEPT_SHARE, KEPT_RATIO = (
+    0.9,
+    1.6,
+)  # of the steps above the clip, and norm over clip at most
+
+
+def gradients_add_up(log: RunLog) -> Iterator[Finding]:
+    """The norm is that of a sum over steps: it grows in each tenth of a run, or stands high with little noise."""
+    norm, limit = log["grad_norm"].finite(), log.clip_norm()
+    if len(norm) < MIN_POINTS:
+        return
+    late, levels, start = norm.last_part(0.5).values, bins(norm.values, BINS), float(np.median(norm.values[:3]))
+    middle = float(np.median(late))
+    grows = kendall(levels) == 1.0 and levels[-1] > SUM_GROWTH * levels[1] > 0
+    kept = 0 < limit < middle < KEPT_RATIO * limit and (late > limit).mean() >= KEPT_SHARE
+    if grows or (noise(late) < QUIET * middle and (kept or min(levels[0], middle) > SUM_LEVEL * start)):
+        evidence = f"from {levels[1]:.3g} in the second tenth of the run to {levels[-1]:.3g}, more in each"
+        if not grows:
+            evidence = f"{middle:.3g} in the second half with a noise of only {noise(late) / middle:.1%}; it began at "
+            evidence += f"{start:.3g}" + f", the clip is {limit:g}" * (limit > 0)
+        yield Finding(
+            "gradients_add_up", "warning", "supported" if grows else "hypothesis",
+            f"{log.name('grad_norm')} is {evidence}", "`zero_grad` is missing: each step adds to the gradients before",
+            "in a loop or an `optimizer_zero_grad` of your own, `zero_grad` before each step's first backward pass",
+            logged_names(log, "grad_norm", "clip_norm"),
         )  # fmt: skip
 
 
@@ -319,6 +350,24 @@ def dead_units(log: RunLog) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+GROWN_ACTIVATIONS = 100.0  # times their first root mean square, and at least: healthy blocks stayed below 10 times
+
+
+def activations_grow(log: RunLog) -> Iterator[Finding]:
+    """The outputs of a block have grown out of all proportion."""
+    for name, series in log.like("activations/", "/rms").items():
+        values = series.finite().values
+        late = float(np.median(values[len(values) // 2 :])) if len(values) >= 3 else 0.0
+        if late > GROWN_ACTIVATIONS * max(values[0], 1.0):
+            yield Finding(
+                "activations_grow", "warning", "hypothesis",
+                f"the root mean square of {name} has grown from {values[0]:.3g} to {late:.3g}",
+                "the learning rate is too high: steps this large have thrown the weights far from their start",
+                f"{lower_lr(log)}; a longer --model.schedule.warmup_steps", (f"activations/{name}/rms",),
+            )  # fmt: skip
+            return
+
+
 def attention_logits(log: RunLog) -> Iterator[Finding]:
     """Attention logits that grow until one token gets all the weight."""
     for name, series in log.like("attention/", "/max_logit").items():
@@ -348,12 +397,14 @@ SYMPTOMS: tuple[Callable[[RunLog], Iterator[Finding]], ...] = (
     loss_symptoms.plateau,
     loss_symptoms.overfitting,
     loss_symptoms.validation_leak,
+    gradients_add_up,
     clip,
     loss_symptoms.early_spike,
     loss_symptoms.quantized_loss,
     loss_symptoms.spikes,
     guarded_steps,
     dead_units,
+    activations_grow,
     attention_logits,
     throughput,
     stall,

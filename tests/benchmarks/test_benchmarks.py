@@ -155,7 +155,7 @@ def test_peers(tmp_path):
 
 def test_doctor_trials(tmp_path, numbers):
     trials = module("doctor_trials")
-    short = dataclasses.replace(trials.FAULTS[1], steps=60)
+    short = dataclasses.replace(next(each for each in trials.FAULTS if each.name == "clip"), steps=60)
     row = trials.judge(short, tmp_path / "run", numbers)
     assert "| clip at 0.001 | `clip_pinned` (warning) |" in trials.tables({"faults": [row], "healthy": []})["faults"]
 

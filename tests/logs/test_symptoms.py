@@ -50,6 +50,7 @@ def healthy(**other):
         "precision__loss_scale": np.full(N, 65536.0),
         "precision__skipped_steps": np.zeros(N),
         "activations__a__zero_fraction": np.full(10, 0.5),
+        "activations__a__rms": np.linspace(0.2, 3, 10),
         "attention__a__max_logit": np.linspace(3, 9, 10),
         "ranks__0__own_seconds": np.full(10, 0.1),
         "ranks__1__own_seconds": np.full(10, 0.11),
@@ -113,7 +114,7 @@ def each_step(batch):
         sick("not_finite error supported", "--model.optimizer.lr 0.0003 (it is 0.003)", train__loss=LOST,
              train__grad_norm=spoilt(NORM, slice(198, 200), [5.0, 20.0])),
         sick("not_finite error hypothesis", "warmup", train__loss=spoilt(FALLING, slice(5, None), NAN)),
-        sick("not_finite warning established", "train/grad_norm is inf at steps 3, 4",
+        sick("not_finite warning hypothesis", "train/grad_norm is inf at steps 3, 4",
              train__grad_norm=spoilt(NORM, [3, 4], math.inf), precision__loss_scale=Series.of({})),
         sick("not_finite warning hypothesis", "val/loss is nan at step 149", val__loss=spoilt(VAL, 4, NAN)),
         sick("divergence error supported", "near step 90", train__loss=DIVERGED, settings={},
@@ -126,16 +127,23 @@ def each_step(batch):
         sick("never_decayed note established", train__lr=np.full(N, 1e-3)),
         sick("clip_pinned warning established", train__grad_norm=20 * (1 + NOISE)),
         sick("clip_pinned warning established", "--trainer.gradient_clip_val 20", train__grad_norm=np.full(N, 20.0)),
-        sick("clip_pinned warning supported", "`zero_grad` before", train__grad_norm=np.linspace(1, 60, N)),
+        sick("clip_pinned warning supported", "driven the norm up",
+             train__grad_norm=np.where(STEPS < 60, 1, 60) * (1 + 3 * NOISE)),
+        sick("gradients_add_up warning hypothesis", "in the second half with a noise of only", "the clip is 1",
+             train__grad_norm=1.2 + NOISE / 2),
+        sick("gradients_add_up warning hypothesis", "it began at 0.5", settings={},
+             train__grad_norm=np.where(STEPS < 5, 0.5, 4 + NOISE)),
+        sick("gradients_add_up warning supported", "`zero_grad` is missing", settings={},
+             train__grad_norm=np.linspace(1, 60, N)),
         sick("clip_pinned note hypothesis", train__grad_norm=5 * (1 + NOISE)),
         sick("clip_unused note established", train__grad_norm=0.05 * (1 + NOISE)),
         sick("spike note hypothesis", steps=(150,), train__loss=spoilt(FALLING, 150, 7.0)),
         sick("spikes warning supported", steps=(100, 150, 200),  # two points in a row are one spike
              train__loss=spoilt(FALLING, [100, 150, 151, 200], 7.0),
              train__grad_norm=spoilt(NORM, [99, 149, 199], 9.0)),
-        sick("steps_skipped note established", "1 of 300 steps, counted at step 150",
+        sick("steps_skipped note hypothesis", "1 of 300 steps, counted at step 150",
              guard__skipped_steps=np.where(STEPS >= 150, 1.0, 0.0)),
-        sick("steps_skipped warning established", steps=(0, 100, 200), guard__skipped_steps=STEPS // 100 + 1.0),
+        sick("steps_skipped warning hypothesis", steps=(0, 100, 200), guard__skipped_steps=STEPS // 100 + 1.0),
         sick("overfitting warning supported", "come again too often", steps=(119,), val__loss=OVERFIT),
         sick("overfitting warning supported", "not shifted", val__loss=np.linspace(6, 11, 10)),
         sick("overfitting warning supported", train__loss=FALLING - 9, val__loss=OVERFIT - 9),
@@ -157,6 +165,8 @@ def each_step(batch):
         sick("slow_rank warning supported", "rank 1 takes 0.2 s", ranks__1__own_seconds=np.full(10, 0.2)),
         sick("scaler_collapse error established", precision__loss_scale=65536.0 * 0.9**STEPS),
         sick("scaler_collapse error established", "100% of the steps", precision__skipped_steps=STEPS),
+        sick("activations_grow warning hypothesis", "of a has grown from 0.5 to", "--model.optimizer.lr 0.0003",
+             activations__a__rms=np.linspace(0.5, 900, 10)),
         sick("dead_units warning supported", "a 100.0%", activations__a__zero_fraction=np.full(10, 1.0)),
         sick("attention_logits warning supported", attention__a__max_logit=np.linspace(10, 300, 10)),
     ],
@@ -409,6 +419,26 @@ def test_a_loss_that_rises_far_above_its_start_in_the_first_steps_is_an_early_sp
     assert (first.symptom, first.severity, first.status, first.steps) == ("early_spike", "warning", "hypothesis", (5,))
     assert findings(log_of(train__loss=rising, train__lr=COSINE[20:].repeat(2)[:N]))[0].cause == "no warmup"
     assert "early_spike" not in {each.symptom for each in findings(healthy())}
+
+
+def test_a_loss_that_loses_most_of_its_first_fall_again_is_an_early_spike_unless_rows_became_longer():
+    back = FALLING + 1.8 * np.exp(-(((STEPS - 45) / 10) ** 2))
+    (found,) = findings(healthy(train__loss=back))
+    assert (found.symptom, found.severity) == ("early_spike", "warning")
+    assert found.evidence.startswith("train/loss rises from 5.179 at step 26")
+    rows = np.where(STEPS < 45, 128.0, 256.0)
+    assert findings(healthy(train__loss=back, data__seq_len=rows)) == []
+
+
+def test_noise_of_a_small_loss_of_another_kind_is_no_early_spike():
+    toy = spoilt(0.05 * np.exp(-STEPS / 80), slice(1, 6), 0.3)
+    assert "early_spike" not in {each.symptom for each in findings(log_of(train__loss=toy))}
+
+
+def test_a_loss_that_falls_in_the_decay_as_it_did_at_the_peak_was_at_too_high_a_rate():
+    slow = 6 - 0.3 * STEPS / N + NOISE / 5
+    (found,) = findings(healthy(train__loss=slow, val__loss=np.interp(VAL_STEPS, STEPS, slow)))
+    assert (found.symptom, found.status) == ("stalled_at_peak", "hypothesis")
 
 
 def test_a_loss_of_few_different_values_is_a_note():
