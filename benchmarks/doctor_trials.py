@@ -320,7 +320,7 @@ def healthy() -> list[Trial]:
         ("AdamW, lr / 3", {"lr": LR / 3}),
         ("AdamW, lr x 3", {"lr": 3 * LR}),
         ("Muon and AdamW", {"optimizer": muon}),
-        ("SGD with momentum", {"optimizer": sgd, "lr": 0.3}),
+        ("SGD with momentum", {"optimizer": sgd, "lr": 0.1}),
         ("AdamW, no clip", {"trainer": {"gradient_clip_val": None}}),
         ("AdamW, clip 0.5", {"trainer": {"gradient_clip_val": 0.5}}),
         ("bf16", {"plugins": BF16Mixed}),
@@ -384,7 +384,10 @@ def train(trial: Trial, folder: Path, source: Path) -> DoctorMonitor:
                 state = torch.load(checkpoint, weights_only=False)
                 trial.change(state)
                 torch.save(state, checkpoint)
-    settings = {"model": {"optimizer": {"lr": trial.lr}}, "trainer": {"max_steps": trial.steps, **options}}
+    settings = {
+        "model": {"optimizer": {"lr": trial.lr}},
+        "trainer": {"accelerator": "cpu", "max_steps": trial.steps, **options},
+    }
     (folder / "run" / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     return doctor
 
