@@ -190,7 +190,7 @@ def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command
     fit("--resume=auto", steps=4)
     assert started_at(caplog) == 2
     fit("--resume=auto", steps=4)
-    assert lines(caplog, "resume=auto: it has done all 4 steps already: raise --trainer.max_steps")
+    assert lines(caplog, "resume=auto: it is of step 4, and the run ends at step 4: raise --trainer.max_steps")
     caplog.clear()
     fit("--resume=auto", "--trainer.fast_dev_run=true")
     assert not lines(caplog, "resume=auto")

@@ -132,6 +132,12 @@ def test_a_resumed_run_and_a_second_fit_have_the_same_samples(tmp_path, capsys, 
     assert steps_of(capsys.readouterr().out) == straight[: len(straight) // 2]
 
 
+def test_of_several_empty_lines_one_is_shown(capsys):
+    sample = SampleText(["a\n\n\n  \nb\n\nc\nd"], max_new_tokens=1)
+    run(sample, max_steps=1, val_check_interval=1)
+    assert "    a\n    \n    b\n    \n    c\n    d" in capsys.readouterr().out
+
+
 def test_a_validation_alone_names_no_step(capsys):
     data = DataLoader(torch.zeros(1, 8, dtype=torch.long))
     sample, quiet = SampleText(["def "], max_new_tokens=4), {"enable_progress_bar": False, "logger": False}
