@@ -92,9 +92,6 @@ def test_a_recipe_of_7b_fits_on_eight_gpus_of_80_gb_and_its_time_follows_from_th
     assert seven_b.hours == pytest.approx(seven_b.tokens / seven_b.tokens_per_second / 3600)
     assert seven_b.gpu_hours == pytest.approx(8 * seven_b.hours)
     assert seven_b.cost == pytest.approx(2 * seven_b.gpu_hours)
-    first, *lines = report(seven_b).splitlines()
-    assert re.fullmatch(r"It fits: 22.\d\d GiB of 74.51 GiB on H100, 30%; 271.\d days at an MFU of 50%", first)
-    assert re.fullmatch(r"  the run +271.\d days, 52,\d{3} device hours; 104,\d{3} at 2 an hour", lines[-5])
 
 
 WIDE = Llama(vocab_size=512, d_model=128, n_layers=8, n_heads=4, max_seq_len=128)
@@ -122,7 +119,6 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert again.fits
     assert again.memory.peak == changes[0].peak
     lines = report(dataclasses.replace(plan, changes=changes))
-    assert re.match(r"It DOES NOT FIT: [\d.]+ MiB of [\d.]+ MiB on mine, 125%", lines)
     assert all(" ".join(change.options) in lines for change in changes)
 
 

@@ -10,23 +10,12 @@ _LEAST = 1e-3  # share of the peak below which a line is not shown
 
 def report(plan: MemoryPlan) -> str:
     """The lines of a plan."""
-    lines = [_verdict(plan), "", *_model(plan), "", *_memory(plan), "", *_time(plan)]
+    lines = [*_model(plan), "", *_memory(plan), "", *_time(plan)]
     if plan.whole.traffic:
         lines += ["", *_traffic(plan)]
     if plan.warnings:
         lines += ["", "Warnings", *(f"  {line}" for line in plan.warnings)]
     return "\n".join(lines)
-
-
-def _verdict(plan: MemoryPlan) -> str:
-    """What most people ask for, in a sentence."""
-    if plan.peak_bytes is None:
-        words = "How much memory it takes is not known"
-    else:
-        words = "It fits" if plan.fits else "It DOES NOT FIT"
-        words += f": {_size(plan.peak_bytes)} of {_size(plan.device.bytes)} on {plan.device.name}"
-        words += f", {plan.peak_bytes / plan.device.bytes:.0%}"
-    return words + (f"; {_duration(plan.hours)} at an MFU of {plan.mfu:.0%}" if plan.hours is not None else "")
 
 
 def _row(name: str, text: str) -> str:
@@ -53,36 +42,37 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
 def _memory(plan: MemoryPlan) -> Iterator[str]:
     setup, device = plan.setup, plan.device
     mesh = f", {setup.dims}" if setup.kind == "fsdp2" else "" if setup.world == 1 else f", {setup.kind}"
-    yield f"Memory of {device.name}, {_size(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
+    yield f"Memory of {device.name}, {_gib(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
     if plan.memory is None:
         yield _row("not known", plan.why_no_memory or "")
-        yield _row("weights", _size(plan.whole.weights))
+        yield _row("weights", _gib(plan.whole.weights))
         return
     lines = plan.memory.instants[plan.memory.largest]
     yield _row("peak", plan.memory.largest)
     top = max(lines, key=lambda line: lines[line])
     for line in LINES:
         if lines.get(line, 0) > _LEAST * plan.memory.peak:
-            yield _row(f"  {line}", f"{_size(lines[line])}{'  <- most' if line == top else ''}")
+            yield _row(f"  {line}", f"{_gib(lines[line])}{'  <- most' if line == top else ''}")
     if device.overhead:
-        yield _row("  the device's own", f"{_size(device.overhead)}, assumed: CUDA, cuBLAS, NCCL")
+        yield _row("  the device's own", f"{_gib(device.overhead)}, assumed: CUDA, cuBLAS, NCCL")
     assert plan.peak_bytes is not None
     share = plan.peak_bytes / device.bytes
-    yield _row("in all", f"{_size(plan.peak_bytes)}, {share:.0%} of the device")
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield _row("in all", f"{_gib(plan.peak_bytes)}, {share:.0%} of the device: {verdict}")
     others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
     for number, (name, size) in enumerate(others.items()):
-        yield _row("other phases" if number == 0 else "", f"{_size(size)}  {name}")
+        yield _row("other phases" if number == 0 else "", f"{_gib(size)}  {name}")
     if plan.memory.ranks:
-        sizes = ", ".join(f"{name} {_size(size + device.overhead)}" for name, size in plan.memory.ranks.items())
+        sizes = ", ".join(f"{name} {_gib(size + device.overhead)}" for name, size in plan.memory.ranks.items())
         yield _row("pipeline ranks", f"{sizes}; the largest is shown above")
     if plan.memory.host:
-        parts = ", ".join(f"{line} {_size(size)}" for line, size in plan.memory.host.items())
-        yield _row("host memory", f"{_size(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
+        parts = ", ".join(f"{line} {_gib(size)}" for line, size in plan.memory.host.items())
+        yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
     for note in plan.memory.notes:
         yield _row("note", note)
     for number, change in enumerate(plan.changes):
         yield _row("to make it fit" if number == 0 else "or", " ".join(change.options))
-        yield _row("", f"{_size(change.peak + device.overhead)}; {change.why}")
+        yield _row("", f"{_gib(change.peak + device.overhead)}; {change.why}")
     if plan.fits is False and not plan.changes:
         yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
 
@@ -104,10 +94,9 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
     yield _row("tokens/s", f"{rate:,.0f}{each}")
     if plan.hours is None or plan.gpu_hours is None:
         return
-    cost = "; --price of a device hour gives the cost" if plan.setup.on_gpu else ""
-    cost = cost if plan.cost is None else f"; {plan.cost:,.0f} at {plan.price:g} an hour"
-    several = f", {plan.gpu_hours:,.0f} device hours" if plan.setup.world > 1 else ""
-    yield _row("the run", f"{_duration(plan.hours)}{several}{cost}")
+    cost = "" if plan.cost is None else f"; {plan.cost:,.2f} at {plan.price:g} an hour"
+    days = f" ({plan.hours / 24:,.1f} days)" if plan.hours > 48 else ""
+    yield _row("the run", f"{plan.hours:,.2f} hours{days}, {plan.gpu_hours:,.1f} device hours{cost}")
 
 
 def _origin(plan: MemoryPlan) -> str:
@@ -126,18 +115,12 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
             continue
         size = one.bytes(setup.tokens) * setup.micro_batches
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
-        yield _row(name, f"{one.ranks} ranks, {link}: {_size(size)} a device, {seconds}")
+        yield _row(name, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
     if times:
         if plan.whole.waits:
             yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")
         yield _row("computation", f"{times.compute:,.3g} s; estimated step {times.total:,.3g} s")
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
-
-
-def _duration(hours: float) -> str:
-    if hours < 1:
-        return f"{60 * hours:,.1f} minutes"
-    return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"
