@@ -236,7 +236,9 @@ def test_a_resumed_runs_first_validation_counts_few_to_come(capsys, clock, tmp_p
         def validation_step(self, batch, batch_idx):
             clock.now += 100
 
-    run(TrainingProgressBar(), On(on_train_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "a")), max_steps=3)
+    run(
+        TrainingProgressBar(), On(on_train_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "a")), max_steps=3
+    )
     capsys.readouterr()
     run(TrainingProgressBar(), clock.take(1), model=Timed(), max_steps=18, ckpt_path=tmp_path / "a")
     assert etas(capsys.readouterr().out)[:3] == ["0:00:14", "0:05:12", "0:05:10"]
