@@ -198,8 +198,6 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         now = time.perf_counter()
         seconds, steps = self._seconds + now - self._started, step - self._last_step
         self._seconds, self._started, self._last_step = 0.0, now, step
-        if not total or not steps:
-            return []
-        validations = (total - self._validated) // self._validation_steps
-        left = seconds / steps * (total - step) + validations * self._validation_seconds
-        return [f"ETA {hours_minutes_seconds(left)}"]
+        validations = (total - self._validated) // self._validation_steps * self._validation_seconds
+        left = seconds / max(steps, 1) * (total - step) + validations
+        return [f"ETA {hours_minutes_seconds(left)}"] if total and steps else []
