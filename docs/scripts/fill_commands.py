@@ -37,10 +37,10 @@ _MACHINE = {
     r"Python \S+, [\d.,]+ MB": "Python 3.11.7, 12.12 MB",
     r"tokenized in \S+|fit tokenizes it first, or prepare": "fit tokenizes it first, or prepare",
     r"(?<= overlap    ).*": "not known before the text is tokenized, which prepare does",
-    r"of [\d.,]+ GiB of this CPU": "of 23.5 GiB of this CPU",
+    r"of [\d.,]+ GiB of this CPU": "of 23.54 GiB of this CPU",
     r"torch \S+, lightning \S+": "torch 2.13.0+cpu, lightning 2.6.6",
     r"CPU of \d+ cores": "CPU of 2 cores",
-    r"free [\d.,]+ [MG]iB": "free 75.7 GiB",
+    r"free [\d.,]+ [MG]iB": "free 75.66 GiB",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_tricks.accounting.gpus import peak_flops, peak_source
+from lightning_tricks.accounting.gpus import peak_flops
 
 # bf16 below this share of the time of fp32: casts cost time beside the products, and a tie must not be decided by noise
 FASTER = 0.9
@@ -96,20 +96,20 @@ def device_peak(
         given: FLOP/s stated by the user, which replace the datasheet's.
     """
     if given is not None:
-        return given, f"MFU against {given / 1e12:.6g} TFLOP/s (given)"
+        return given, f"peak {given / 1e12:.6g} TFLOP/s (given)"
     if dtype is None:
         tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
         dtypes = {"bf16": "bf16", "16": "fp16", "32": "tf32" if tf32 else "fp32"}
         dtype = dtypes.get(str(precision).partition("-")[0])
     if device.type == "cpu":
         peak = _cpu_peak(dtype, torch.get_num_threads()) if dtype else None
-        name, origin = "CPU", "measured by matrix products on this CPU"
+        name, origin = "CPU", "measured"
     else:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        peak, origin = (peak_flops(name, dtype) if dtype else None), f"dense, {peak_source(name)}"
+        peak, origin = (peak_flops(name, dtype) if dtype else None), "dense"
     if peak is None:
         return None, f"no MFU, for the peak of {name} at {dtype or precision} is not known: give peak_flops"
-    return peak, f"MFU against {peak / 1e12:.6g} TFLOP/s ({name}, {dtype}, {origin})"
+    return peak, f"peak {peak / 1e12:.4g} TFLOP/s ({name}, {dtype}, {origin})"
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.logs.table import size_text
 from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepspeed
 
 
@@ -34,7 +35,7 @@ def run(args: list[str]) -> None:
         return
     if not check_checkpoint(folder).is_dir():
         raise UsageError(f"{folder} is one file already")
-    say(f"{folder}: {size_of_folder(folder) / 2**30:,.3f} GiB, read to memory")
+    say(f"{folder}: {size_text(size_of_folder(folder))}, read to memory")
     checkpoint = open_checkpoint(folder)
     write_file(checkpoint, file)
     step, optimizers = checkpoint.get("global_step", "?"), len(checkpoint.get("optimizer_states", []))

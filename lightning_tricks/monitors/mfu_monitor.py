@@ -132,7 +132,7 @@ def flops_of_batch(
         raise CannotCount("the batch holds no tensors before the step")
     flops = copies * model / count, copies * recompute / count
     missing = "".join(f", without {name}" for name in counter.uncounted)
-    how = f"counted on the first batch, attention in full{missing}"
+    how = f"counted, full attention{missing}"
     return _constant("token" if contents.positions else "sample", flops, how, passes)
 
 

@@ -78,9 +78,10 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
 
     Shows the loss of the step over all its micro-batches and ranks, see `StepLoss`, and what the monitors logged by
     then: gradient norm, lr, tokens/s (or samples/s), MFU and memory, each where it has a value. Then the time left: the
-    steps until `max_steps` or `max_epochs` at the pace since the line before, without validation. A line that a
-    terminal cannot hold goes without memory, then MFU, lr, norm and speed. The device is read for these lines only, and
-    only for values that the module logged with `self.log`: the others are on the host by then.
+    steps until `max_steps` or `max_epochs` at the pace since the line before, and, after the first validation, those to
+    come, each as long and as many steps apart as the last. A line that a terminal cannot hold goes without memory, then
+    MFU, lr, norm and speed. The device is read for these lines only, and only for values that the module logged with
+    `self.log`: the others are on the host by then.
     With `log_every_n_steps=0` there is only the line of each validation.
     """
 
@@ -117,6 +118,7 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Start the clock, and forget an earlier run."""
         self._due = False
         self._seconds, self._started, self._last_step = 0.0, time.perf_counter(), trainer.global_step
+        self._validation_seconds, self._validation_steps, self._validated = 0.0, 1, 0  # duration, distance, step
         self._max_steps = trainer.max_steps
         self._total: int | None = None  # known with the first batch: other callbacks may still move the position
 
@@ -147,15 +149,20 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         """Stop the clock."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._show(trainer)
-            self._seconds += time.perf_counter() - self._started
+            self._validation_started = time.perf_counter()
+            self._seconds += self._validation_started - self._started
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print the validation's figures on a line of their own, and go on."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             line = "  ".join(shown(trainer.callback_metrics, VALIDATION))
+            step = trainer.global_step
             if line:
-                self.print(f"step {trainer.global_step}  validation  {line}")
+                self.print(f"step {step}  validation  {line}")
             self._started = time.perf_counter()
+            self._validation_seconds = self._started - self._validation_started
+            # of a resumed run, the first distance is that to step 0: rather too long than that to the resume, too short
+            self._validation_steps, self._validated = max(step - self._validated, 1), step
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Print the last interval, and why training ends before the step that it was to reach."""
@@ -187,8 +194,10 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         self._write(line, "" if self._redraw and step != total else "\n")
 
     def _time_left(self, step: int, total: int) -> list[str]:
-        """The time for the steps that are left, at the pace since the line before; restarts the clock."""
+        """The time for the steps and validations that are left; restarts the clock."""
         now = time.perf_counter()
         seconds, steps = self._seconds + now - self._started, step - self._last_step
         self._seconds, self._started, self._last_step = 0.0, now, step
-        return [f"ETA {hours_minutes_seconds(seconds / steps * (total - step))}"] if total and steps else []
+        validations = (total - self._validated) // self._validation_steps * self._validation_seconds
+        left = seconds / max(steps, 1) * (total - step) + validations
+        return [f"ETA {hours_minutes_seconds(left)}"] if total and steps else []

@@ -88,4 +88,4 @@ class AutoPrecision(AutocastPrecision):
     @staticmethod
     def _reason() -> str:
         ratio = device_speed.bf16_time_ratio(torch.get_num_threads())
-        return f"bf16 products take {ratio:.2f} times as long as fp32 on this CPU"
+        return f"bf16 takes {ratio:.2f} of fp32's time"

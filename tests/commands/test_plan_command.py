@@ -41,8 +41,9 @@ from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_f
 from lightning_tricks.commands.plan.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.commands.plan.plan import Links, step_time
 from lightning_tricks.commands.plan.plan import plan_recipe as plan_with
-from lightning_tricks.commands.plan.report import report
+from lightning_tricks.commands.plan.report import _TIMES, report
 from lightning_tricks.commands.plan.setup import read_setup
+from lightning_tricks.logs.table import in_unit, size_text
 from lightning_tricks.models import Decoder
 from lightning_tricks.parallel.parallelize import Traffic
 
@@ -120,6 +121,8 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert again.memory.peak == changes[0].peak
     lines = report(dataclasses.replace(plan, changes=changes))
     assert all(" ".join(change.options) in lines for change in changes)
+    assert "\n  memory              DOES NOT FIT: " in lines.partition("Model")[0], "the verdict comes first"
+    assert " MiB too much\n  to make it fit      --data.micro_batch_size 4 " in lines
 
 
 def test_state_that_is_too_large_is_divided_over_more_devices_or_offered_the_hosts_memory():
@@ -378,6 +381,37 @@ def test_a_module_never_seen_before_has_its_figures():
     assert "a run with MFUMonitor counts them" in report(plan)
 
 
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0.00 KiB"), (2**20 - 2**19, "512.00 KiB"), (2**30 - 2**29, "512.00 MiB"), (2**40, "1,024.00 GiB")],
+)
+def test_sizes_have_the_unit_that_fits(size, shown):
+    assert size_text(size) == shown
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(0.001, "3.60 seconds"), (0.07, "4.20 minutes"), (1.5, "1.50 hours"), (36, "1.50 days")],
+)
+def test_durations_have_the_unit_that_fits(hours, shown):
+    assert in_unit(hours, _TIMES) == shown
+
+
+@pytest.mark.usefixtures("untraced")
+def test_the_verdict_names_time_and_cost_or_the_option_that_is_missing():
+    options = {"gpu": "h100", "devices": 2, "source": data()}
+    text, priced = (
+        report(dataclasses.replace(planned(**options), tokens=10**15, price=price)) for price in (None, 2.0)
+    )
+    hours = dataclasses.replace(planned(**options), tokens=10**15).gpu_hours
+    assert (
+        f" days on 2 x H100, at an MFU of 40%\n  cost                {hours:,.2f} device hours; --price, of one, "
+        in text
+    )
+    assert f"  cost                {hours:,.2f} device hours at 2: {2 * hours:,.2f}\n" in priced
+    assert "  time                not known, " in report(dataclasses.replace(planned(**options), tokens=None))
+
+
 def test_frozen_parameters_are_told_from_trained_ones():
     module = Foreign()
     count = sum(parameter.numel() for parameter in module.parameters())
@@ -394,7 +428,7 @@ def test_a_module_that_reads_a_value_or_optimizes_manually_gets_a_line_and_the_r
     manual.automatic_optimization = False
     for module, line in (
         (Foreign(reads=True), "Foreign: its step cannot run without data (DataDependentOutputException"),
-        (manual, "not known           Foreign optimizes manually, and only a run tells its steps"),
+        (manual, "memory              not known: Foreign optimizes manually, and only a run tells its steps"),
     ):
         plan = plan_recipe(module, None, {"max_steps": 10}, gpu="h100")
         assert plan.fits is None
@@ -507,6 +541,8 @@ def test_the_command_prints_the_plan_writes_json_and_ends_with_1_where_it_does_n
     out = capsys.readouterr().out
     assert re.search(r"^  shard +16 ranks, between hosts, 400 GB/s", out, re.M)
     assert json.loads(file.read_text())["mesh"] == "shard 16"
+    device = {"name", "bytes", "peak_flops_per_second", "link_gb_per_second", "overhead_bytes", "source"}
+    assert json.loads(file.read_text())["device"].keys() == device
     assert (module.decoder, module.config, settings["strategy"].mesh) == (None, TINY, None)  # nothing is changed
     with pytest.raises(SystemExit):
         run(module, data(), settings, **options, json="-")

@@ -221,13 +221,27 @@ def etas(text: str) -> list[str]:
     return [re.search(r"ETA (\S+)", line)[1] for line in steps(text)]
 
 
-def test_the_time_left_is_the_last_intervals_pace_without_validation(capsys, clock):
+def test_the_time_left_is_the_last_intervals_pace_and_the_validations_to_come(capsys, clock):
     class Timed(Model):
         def validation_step(self, batch, batch_idx):
-            clock.now += 10_000
+            clock.now += 3600 if self.global_step else 10_000  # the sanity check does not count
 
-    run(TrainingProgressBar(), clock.take(60, 60, 10), model=Timed(), val_check_interval=3, max_steps=8)
-    assert etas(capsys.readouterr().out) == ["0:06:00", "0:00:40", "0:00:20", "0:00:00"]
+    run(TrainingProgressBar(), clock.take(60, 60, 10), model=Timed(), val_check_interval=3, max_steps=11)
+    # after step 3 those of steps 6 and 9 are left, in the line of step 6 too, which is printed before its validation
+    assert etas(capsys.readouterr().out) == ["0:09:00", "2:01:10", "2:00:50", "1:00:30", "0:00:10", "0:00:00"]
+
+
+def test_a_resumed_runs_first_validation_counts_few_to_come(capsys, clock, tmp_path):
+    class Timed(Model):
+        def validation_step(self, batch, batch_idx):
+            clock.now += 100
+
+    run(
+        TrainingProgressBar(), On(on_train_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "a")), max_steps=3
+    )
+    capsys.readouterr()
+    run(TrainingProgressBar(), clock.take(1), model=Timed(), max_steps=18, ckpt_path=tmp_path / "a")
+    assert etas(capsys.readouterr().out)[:3] == ["0:00:14", "0:05:12", "0:05:10"]
 
 
 def test_with_epochs_the_time_left_is_that_until_the_last(capsys, clock):

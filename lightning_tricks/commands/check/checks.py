@@ -6,7 +6,6 @@ raises a UsageError has failed: its line says which option, which value and what
 
 import copy
 import importlib.util
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +38,13 @@ from lightning_tricks.commands.plan.setup import NeedsValuesError, RunSetup, rea
 from lightning_tricks.commands.plan.stages import loss_of_stages
 from lightning_tricks.commands.schedule.plan import SchedulePlan, planned
 from lightning_tricks.data.base import TokenDataModule
-from lightning_tricks.logs.table import shows_unicode
+from lightning_tricks.logs.table import shows_unicode, size_text
 from lightning_tricks.mixins import OptimizerMixin
 from lightning_tricks.parallel.pipeline import Cut
 
 _PASSED, _FAILED, _NOTE = "ok", "!!", "--"
 _SIGNS = {_PASSED: "✓", _FAILED: "✗", _NOTE: "·"}
 _BLOCKS = 2  # of a model whose collectives are traced: the others are like them
-_GIB = 2**30
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -306,7 +304,7 @@ def memory(checked: Checked) -> str | Note:
     plan = checked.plan = plan_recipe(checked.module, checked.datamodule, checked.trainer, options, suggest=False)
     if plan.memory is None or plan.peak_bytes is None:
         return Note(f"not known: {plan.why_no_memory}")
-    share = f"{_gib(plan.peak_bytes)} of {_gib(plan.device.bytes)} of {plan.device.name}"
+    share = f"{size_text(plan.peak_bytes)} of {size_text(plan.device.bytes)} of {plan.device.name}"
     if plan.fits:
         looks = f"; {plan.warnings[0]}" if plan.warnings else ""
         return Note(share + looks) if looks else f"{share}, largest in the {plan.memory.largest}"
@@ -412,9 +410,9 @@ def disk(checked: Checked) -> str | Note:
         if (free := free_bytes(folder)) is None:
             lines.append(f"{folder} is no disk of this machine")
             continue
-        each = " and ".join(f"{counts[n]} checkpoints of {words}{_gib(sizes[n] or 0)}" for n in there)
+        each = " and ".join(f"{counts[n]} checkpoints of {words}{size_text(sizes[n] or 0)}" for n in there)
         needed = sum(counts[n] * (sizes[n] or 0) for n in there)
-        line = f"{each} at once: {_gib(needed)}, free {_gib(free)} in {folder}"
+        line = f"{each} at once: {size_text(needed)}, free {size_text(free)} in {folder}"
         if needed > free:
             raise UsageError(f"{line}: make room, keep fewer (keep_last), or save to another disk (dirpath)")
         lines.append(line)
@@ -494,8 +492,3 @@ def summary(results: Sequence[Result]) -> str:
     count = {mark: sum(result.mark == mark for result in results) for mark in (_PASSED, _FAILED, _NOTE)}
     notes = f", {count[_NOTE]} not checked or to look at" if count[_NOTE] else ""
     return f"{len(results)} checks: {count[_PASSED]} passed, {count[_FAILED]} failed{notes}"
-
-
-def _gib(size: float) -> str:
-    value = size / _GIB
-    return f"{size / 2**20:,.1f} MiB" if value < 1 else f"{value:,.{0 if math.log10(value) >= 3 else 1}f} GiB"

@@ -54,6 +54,7 @@ from lightning_tricks.commands.export.verify_export import (
 from lightning_tricks.commands.generate import decoder_shape, newest_checkpoint
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.data.tokenizer import find_record
+from lightning_tricks.logs.table import size_text
 from lightning_tricks.models import DecoderConfig, fold_factors, hf_family, hf_weights
 from lightning_tricks.models.hf_adapter import HFWeight
 
@@ -129,7 +130,7 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
         card = model_card(*of_model, average=average, compared=compared)
         (staging / "README.md").write_text(card, encoding="utf-8")
     size = sum(file.stat().st_size for file in (output / staged.name for staged in files))
-    say(f"{output}: {size / 2**30:,.3f} GiB of weights in {len(files)} file{'s' * (len(files) != 1)}")
+    say(f"{output}: {size_text(size)} of weights in {len(files)} file{'s' * (len(files) != 1)}")
     counts = {"tensors": len(entries), "parameters": parameters, "weights_bytes": size, "dtype": word}
     return {"folder": str(output), "checkpoint": str(path), **counts, "largest_logit_difference": distance}
 

@@ -27,6 +27,7 @@ from lightning_tricks.parallel.parallelize import Traffic
 # What a process takes on a GPU beside its tensors: CUDA's context, cuBLAS' workspaces, NCCL's buffers. Assumed.
 GPU_OVERHEAD = int(1.5 * 2**30)
 _DEFAULT = PlanOptions()
+_KEYS = {"peak": "peak_flops_per_second", "link_gb": "link_gb_per_second", "overhead": "overhead_bytes"}  # in JSON
 # Of warnings:
 DENSE_MASK_TOKENS = 8192  # a dense mask of so many tokens takes 64 MiB a row
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556
@@ -148,7 +149,7 @@ class MemoryPlan:
         )  # fmt: skip
         instants = {} if self.memory is None else {name: dict(lines) for name, lines in self.memory.instants.items()}
         return {
-            "device": dataclasses.asdict(self.device),
+            "device": {_KEYS.get(key, key): value for key, value in dataclasses.asdict(self.device).items()},
             "nodes": self.setup.nodes,
             "devices": self.setup.devices,
             "mesh": str(self.setup.dims),
@@ -159,7 +160,10 @@ class MemoryPlan:
             "pipeline_waits": self.whole.waits,
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
-            "changes": [{"options": list(one.options), "why": one.why, "peak_bytes": one.peak} for one in self.changes],
+            "changes": [
+                {"options": list(one.options), "why": one.why, "peak_bytes": one.peak + self.device.overhead}
+                for one in self.changes
+            ],
         }
 
 

@@ -1,16 +1,18 @@
-"""A plan in words: one table of figures, one of memory, what to change."""
+"""A plan in words: the verdict, one table of figures, one of memory, what to change."""
 
 from collections.abc import Iterator
 
 from lightning_tricks.commands.plan.memory_trace import LINES
 from lightning_tricks.commands.plan.plan import MemoryPlan
+from lightning_tricks.logs.table import in_unit, size_text
 
 _LEAST = 1e-3  # share of the peak below which a line is not shown
+_TIMES = ((24, "days"), (1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds"))
 
 
 def report(plan: MemoryPlan) -> str:
     """The lines of a plan."""
-    lines = [*_model(plan), "", *_memory(plan), "", *_time(plan)]
+    lines = [*_verdict(plan), "", *_model(plan), "", *_memory(plan), "", *_time(plan)]
     if plan.whole.traffic:
         lines += ["", *_traffic(plan)]
     if plan.warnings:
@@ -20,6 +22,29 @@ def report(plan: MemoryPlan) -> str:
 
 def _row(name: str, text: str) -> str:
     return f"  {name:<20}{text}"
+
+
+def _verdict(plan: MemoryPlan) -> Iterator[str]:
+    peak, room, count = plan.peak_bytes, plan.device.bytes, f"{plan.setup.world:,} x " if plan.setup.on_gpu else ""
+    yield "Verdict"
+    if peak is None:
+        yield _row("memory", f"not known: {plan.why_no_memory}")
+    elif plan.fits:
+        yield _row("memory", f"fits: {size_text(peak)} of {size_text(room)}, {peak / room:.0%}")
+    else:
+        yield _row("memory", f"DOES NOT FIT: {size_text(peak)} of {size_text(room)}, {size_text(peak - room)} too much")
+    for number, change in enumerate(plan.changes):
+        yield _row("to make it fit" if number == 0 else "or", " ".join(change.options))
+        yield _row("", f"{size_text(change.peak + plan.device.overhead)}; {change.why}")
+    if plan.fits is False and not plan.changes:
+        yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
+    if plan.hours is None:
+        yield _row("time", "not known, as the tokens or the speed of the run are not")
+    else:
+        yield _row("time", f"{in_unit(plan.hours, _TIMES)} on {count}{plan.device.name}, at an MFU of {plan.mfu:.0%}")
+    if plan.gpu_hours is not None and plan.setup.on_gpu:
+        cost = "; --price, of one, gives the cost" if plan.cost is None else f" at {plan.price:g}: {plan.cost:,.2f}"
+        yield _row("cost", f"{plan.gpu_hours:,.2f} device hours{cost}")
 
 
 def _model(plan: MemoryPlan) -> Iterator[str]:
@@ -42,39 +67,29 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
 def _memory(plan: MemoryPlan) -> Iterator[str]:
     setup, device = plan.setup, plan.device
     mesh = f", {setup.dims}" if setup.kind == "fsdp2" else "" if setup.world == 1 else f", {setup.kind}"
-    yield f"Memory of {device.name}, {_gib(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
+    yield f"Memory of {device.name}, {size_text(device.bytes)} ({setup.nodes} x {setup.devices} devices{mesh})"
     if plan.memory is None:
-        yield _row("not known", plan.why_no_memory or "")
-        yield _row("weights", _gib(plan.whole.weights))
+        yield _row("weights", size_text(plan.whole.weights))
         return
     lines = plan.memory.instants[plan.memory.largest]
     yield _row("peak", plan.memory.largest)
     top = max(lines, key=lambda line: lines[line])
     for line in LINES:
         if lines.get(line, 0) > _LEAST * plan.memory.peak:
-            yield _row(f"  {line}", f"{_gib(lines[line])}{'  <- most' if line == top else ''}")
+            yield _row(f"  {line}", f"{size_text(lines[line])}{'  <- most' if line == top else ''}")
     if device.overhead:
-        yield _row("  the device's own", f"{_gib(device.overhead)}, assumed: CUDA, cuBLAS, NCCL")
-    assert plan.peak_bytes is not None
-    share = plan.peak_bytes / device.bytes
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield _row("in all", f"{_gib(plan.peak_bytes)}, {share:.0%} of the device: {verdict}")
+        yield _row("  the device's own", f"{size_text(device.overhead)}, assumed: CUDA, cuBLAS, NCCL")
     others = {name: sum(of.values()) for name, of in plan.memory.instants.items() if name != plan.memory.largest}
     for number, (name, size) in enumerate(others.items()):
-        yield _row("other phases" if number == 0 else "", f"{_gib(size)}  {name}")
+        yield _row("other phases" if number == 0 else "", f"{size_text(size)}  {name}")
     if plan.memory.ranks:
-        sizes = ", ".join(f"{name} {_gib(size + device.overhead)}" for name, size in plan.memory.ranks.items())
+        sizes = ", ".join(f"{name} {size_text(size + device.overhead)}" for name, size in plan.memory.ranks.items())
         yield _row("pipeline ranks", f"{sizes}; the largest is shown above")
     if plan.memory.host:
-        parts = ", ".join(f"{line} {_gib(size)}" for line, size in plan.memory.host.items())
-        yield _row("host memory", f"{_gib(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
+        parts = ", ".join(f"{line} {size_text(size)}" for line, size in plan.memory.host.items())
+        yield _row("host memory", f"{size_text(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
     for note in plan.memory.notes:
         yield _row("note", note)
-    for number, change in enumerate(plan.changes):
-        yield _row("to make it fit" if number == 0 else "or", " ".join(change.options))
-        yield _row("", f"{_gib(change.peak + device.overhead)}; {change.why}")
-    if plan.fits is False and not plan.changes:
-        yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
 
 
 def _time(plan: MemoryPlan) -> Iterator[str]:
@@ -83,7 +98,7 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
         yield _row("not known", "the FLOPs of this module: a run with MFUMonitor counts them")
         return
     all_trained = ", as if nothing were frozen" if plan.parameters.get("frozen") else ""
-    flops = f"{plan.flops_per_token / 1e9:,.2f} G a token, full attention, nothing computed twice{all_trained}"
+    flops = f"{plan.flops_per_token / 1e9:,.4g} G a token, full attention, nothing computed twice{all_trained}"
     yield _row("FLOPs", flops)
     if plan.device.peak is None:
         yield _row("not known", f"the peak of {plan.device.name} at {plan.setup.peak_dtype}: give --peak_tflops")
@@ -92,11 +107,6 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
     each = f", {rate / plan.setup.world:,.0f} a device" if plan.setup.world > 1 else ""
     yield _row("peak", f"{plan.device.peak / 1e12:,.4g} TFLOP/s at {plan.setup.peak_dtype} ({_origin(plan)})")
     yield _row("tokens/s", f"{rate:,.0f}{each}")
-    if plan.hours is None or plan.gpu_hours is None:
-        return
-    cost = "" if plan.cost is None else f"; {plan.cost:,.2f} at {plan.price:g} an hour"
-    days = f" ({plan.hours / 24:,.1f} days)" if plan.hours > 48 else ""
-    yield _row("the run", f"{plan.hours:,.2f} hours{days}, {plan.gpu_hours:,.1f} device hours{cost}")
 
 
 def _origin(plan: MemoryPlan) -> str:
@@ -115,12 +125,8 @@ def _traffic(plan: MemoryPlan) -> Iterator[str]:
             continue
         size = one.bytes(setup.tokens) * setup.micro_batches
         seconds = f"{times.sends[one.axis]:,.3g} s" if times else ""
-        yield _row(name, f"{one.ranks} ranks, {link}: {_gib(size)} a device, {seconds}")
+        yield _row(name, f"{one.ranks} ranks, {link}: {size_text(size)} a device, {seconds}")
     if times:
         if plan.whole.waits:
             yield _row("pipeline", f"ranks wait {plan.whole.waits:.0%} of the time, which is in the computation below")
         yield _row("computation", f"{times.compute:,.3g} s; estimated step {times.total:,.3g} s")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB"
