@@ -164,15 +164,22 @@ class RunLedger(pl.Callback):
         self._counted: list[int] = []  # ranks whose batches make the global batch
         self._steps: dict[int, _Step] = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the buffer; refuse a second ledger in the same file."""
-        self._begin()
-        others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]  # type: ignore[attr-defined]
-        if others[1:] and len({_ledger_path(other.path, trainer).resolve() for other in others}) < len(others):
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a second ledger in the same file, before any process is started."""
+        others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]
+        if len({other.path and Path(other.path).resolve() for other in others}) < len(others):
             raise UsageError(
                 f"RunLedger.path={self.path}: the Trainer has two that write one file: remove one, or give it another "
                 "path"
             )
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Refuse what no command has refused."""
+        self.check_run(trainer, None, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the buffer."""
+        self._begin()
         self._off = not trainer.log_every_n_steps or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
