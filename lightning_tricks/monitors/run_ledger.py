@@ -232,7 +232,9 @@ class RunLedger(pl.Callback):
         self._data_rank, self._data_ranks = data_rank(trainer)
         self._find_weights(trainer, pl_module)
         total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
-        place = _ledger_path(self.path, trainer)
+        place = Path(
+            self.path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME)
+        )  # the folder of rank 0
         everyones = self._gather((total, self._data_rank, self._open(place) if trainer.is_global_zero else ""))
         totals, ranks, errors = zip(*everyones, strict=True)
         if errors[0]:
@@ -317,8 +319,3 @@ class RunLedger(pl.Callback):
             states = (None if own is None else next(numbers) for own in (step.optimizer, step.weights))
             found.append(RankValues(batch, *step.random, *states))
         return found
-
-
-def _ledger_path(path: str | None, trainer: Any) -> Path:
-    """Where a ledger is written; every rank must call, as the folder is that of rank 0."""
-    return Path(path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME))
