@@ -54,7 +54,9 @@ class OptimizerMixin(Mixin):
     Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
     run comes from `trainer.max_steps` or `trainer.max_epochs`, whichever ends first; it is read when training starts,
     so that no loader is started for it. A resume follows the settings given here, not the checkpoint's: learning rate,
-    decay, betas, length and shape of the schedule. The groups are logged once, at start.
+    decay, betas, length and shape of the schedule. The groups are logged once, at start. Your own
+    `configure_optimizers` calls `super().configure_optimizers()` or `make_optimizer`; else a line says that these
+    settings have no effect.
 
     With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
     `weights_only=True`, and `load_from_checkpoint` builds them again. The option `optimizer` is a function, and a
