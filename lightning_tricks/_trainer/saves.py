@@ -17,7 +17,6 @@ _FIELD = "_lightning_tricks_saves"  # on the replaced method: the parts of its p
 class _Part:
     before_save: Callable[[Any], None]
     during_save: Callable[[], AbstractContextManager[Any]]
-    after_save: Callable[[], None]
 
 
 @contextmanager
@@ -26,21 +25,19 @@ def around_saves(
     *,
     before_save: Callable[[Any], None] | None = None,
     during_save: Callable[[], AbstractContextManager[Any]] | None = None,
-    after_save: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Take part in each `trainer.save_checkpoint` inside the `with`; the only replacement of that method.
 
     All parts' `before_save` come first, in the order in which they joined; then each `during_save` is entered, the
     latest first, because it took the place of the earlier ones' weights last; then the checkpoint is written; then each
-    is left in the reverse order, and each `after_save` is called, also after an error.
+    is left in the reverse order, also after an error.
 
     Args:
         trainer: of this process. A user's own override of its method stays: it is called inside.
         before_save: called with the path.
         during_save: a context for the save itself: it may put in place the weights to save, or take the time.
-        after_save: called last, if this part's `before_save` was begun.
     """
-    part = _Part(before_save or (lambda path: None), during_save or ExitStack, after_save or (lambda: None))
+    part = _Part(before_save or (lambda path: None), during_save or ExitStack)
     saves = getattr(trainer.save_checkpoint, _FIELD, None)
     if saves is None:
         saves = _Saves()
@@ -66,10 +63,9 @@ class _Saves:
 
         @wraps(save)
         def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as afterwards, ExitStack() as during:
-                for part in self.parts:
-                    afterwards.callback(part.after_save)
-                    part.before_save(filepath)
+            for part in self.parts:
+                part.before_save(filepath)
+            with ExitStack() as during:
                 for part in reversed(self.parts):
                     during.enter_context(part.during_save())
                 return save(filepath, *args, **kwargs)

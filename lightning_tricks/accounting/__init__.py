@@ -1,4 +1,4 @@
-"""The cost of a run in FLOPs and memory: arithmetic, no Lightning; torch is imported only to count or measure."""
+"""The cost of a run in FLOPs: arithmetic, no Lightning; torch is imported only to count or measure."""
 
 from lightning_tricks.accounting.flops import Attention as Attention
 from lightning_tricks.accounting.flops import Checkpointing as Checkpointing

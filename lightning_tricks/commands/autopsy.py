@@ -68,7 +68,7 @@ def samples_of_step(data: Any, checkpoint: Mapping[str, Any], path: Path, step: 
         return Samples(runs, path)
     begun = [span for span in state["history"] if span["step"] <= done]  # without the stages to come of a growing batch
     for other, later in _later_states(path, kind, step):
-        if _begins_with(later.get("history", []), begun):
+        if begun and later.get("history", [])[: len(begun)] == begun:  # this run may have gone on to that checkpoint
             return Samples(data.samples_of_step(step, later), other)
     if 0 <= max_steps <= step:
         last = max(max_steps, done) - 1
@@ -86,11 +86,6 @@ def _later_states(path: Path, kind: str, step: int) -> Iterator[tuple[Path, dict
         state = content.get(kind) if isinstance(content, dict) and content.get("global_step", 0) > step else None
         if isinstance(state, dict):
             yield other, state
-
-
-def _begins_with(history: list[Any], beginning: list[Any]) -> bool:
-    """Whether a run with this history may have gone on from a checkpoint with that one."""
-    return bool(beginning) and history[: len(beginning)] == beginning
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ def run(args: list[str]) -> None:
     text = source.read_text(encoding="utf-8")
     parts = [part for part in sorted((source.parent / "parts").glob("*.yaml")) if f"parts/{part.name}" in text]
     copies = [(part, target.parent / "parts" / part.name) for part in parts]
-    copies = [(source, target), *(pair for pair in copies if not _same_file(*pair))]
+    copies = [(one, copy) for one, copy in copies if not (copy.is_file() and one.read_bytes() == copy.read_bytes())]
+    copies = [(source, target), *copies]
     for _, copy in copies:
         if os.path.lexists(copy):
             raise UsageError(f"{copy} exists: name another place, or remove it first")
@@ -37,7 +38,3 @@ def run(args: list[str]) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(origin, copy)
         say(copy)
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()

@@ -26,7 +26,6 @@ NEEDED_BY = {  # what is not looked for where a metric is missing
     "speed": "falling speed",
     "data_share": "waits for data, which GoodputMonitor logs",
 }
-_LEGEND = "<p>In each plot: dashed lines, the steps of the finding; red bands, NaN or infinity.</p>"
 _STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
 _LONGEST = 300  # characters of a printed line
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.data.content import file_hashes, known_revision
-from lightning_tricks.data.remote import RemoteFile
+from lightning_tricks.data.remote import RemoteFile, file_size
 from lightning_tricks.data.text_files import (
     Span,
     TextFile,
@@ -26,7 +26,6 @@ from lightning_tricks.data.text_files import (
     is_visible,
     read_pieces,
     read_rows,
-    size_of,
     suffix_of,
     without_surrogates,
 )
@@ -89,7 +88,7 @@ def standard_library() -> Corpus:
         raise UsageError(f"files: no standard library sources under {root}; give text files of your own")
 
     version = platform.python_version()
-    size, identity = sum(map(size_of, paths)), partial(_identity_of_files, paths, version)
+    size, identity = sum(map(file_size, paths)), partial(_identity_of_files, paths, version)
     return Corpus(f"the standard library of Python {version}", identity, size, partial(_sources, paths))
 
 
@@ -130,7 +129,7 @@ def text_files(patterns: list[str], text_field: str, whole: bool = False) -> Cor
     identity = partial(_identity_of_files, paths, text_field)
     located = partial(_documents_of_files, [Span(path) for path in paths], text_field, size)
     parts = [(n_bytes, partial(_documents_of_files, spans, text_field, size)) for n_bytes, spans in _cut(paths)]
-    return Corpus(description, identity, sum(map(size_of, paths)), located, tuple(parts))
+    return Corpus(description, identity, sum(map(file_size, paths)), located, tuple(parts))
 
 
 def _cut(paths: Sequence[TextFile]) -> Iterator[tuple[int, list[Span]]]:
@@ -138,10 +137,10 @@ def _cut(paths: Sequence[TextFile]) -> Iterator[tuple[int, list[Span]]]:
 
     Rows are cut within a file. Of plain text a cut would move the documents, and compressed text has no places.
     """
-    size = min(max(sum(map(size_of, paths)) // _PARTS, _SMALLEST_PART), _LARGEST_PART)
+    size = min(max(sum(map(file_size, paths)) // _PARTS, _SMALLEST_PART), _LARGEST_PART)
     spans, n_bytes = list[Span](), 0
     for path in paths:
-        length = size_of(path)
+        length = file_size(path)
         number = max(length // size, 1) if is_rows(path) and not compression_of(path) else 1
         cuts = [length * cut // number for cut in range(number)]
         for start, stop in zip(cuts, [*cuts[1:], sys.maxsize], strict=True):
@@ -163,7 +162,7 @@ def _documents_of_files(spans: list[Span], text_field: str, size: int | None) ->
 
 def _piece_size(path: TextFile) -> int:
     """Characters of a piece. It depends on the file alone: by the total size, an added file would move all cuts."""
-    return min(max(size_of(path) // 200, 2 << 10), 64 << 10)
+    return min(max(file_size(path) // 200, 2 << 10), 64 << 10)
 
 
 def hugging_face(name: str, text_field: str) -> Corpus:

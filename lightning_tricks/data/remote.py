@@ -23,6 +23,11 @@ VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "
 Result = TypeVar("Result")
 
 
+def file_size(file: "Path | RemoteFile") -> int:
+    """In bytes, as it is stored."""
+    return file.size if isinstance(file, RemoteFile) else file.stat().st_size
+
+
 def each(function: Callable[..., Result], files: Sequence[Any], *more: Iterable[Any]) -> list[Result]:
     """`map` over files, in threads where they are remote: a bucket is mostly waited for."""
     if not (files and isinstance(files[0], RemoteFile)):

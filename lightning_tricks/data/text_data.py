@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
@@ -45,24 +45,13 @@ from lightning_tricks.data.tokenizer import (
 __all__ = ["TextData"]
 
 
-def training_files(
-    corpus: Corpus, val_fraction: float, numbers: Collection[int], drop_duplicates: bool
-) -> dict[int, Path | None]:
+def training_files(corpus: Corpus, val_fraction: float, numbers: Collection[int]) -> dict[int, Path | None]:
     """The files of training documents, by their numbers in the stream from 0; reads the text up to the last of them."""
     if not numbers:
         return {}
-    threshold, seen = validation_threshold(corpus.documents(), val_fraction), set[int]()
-
-    def training() -> Iterator[Path | None]:
-        for path, document in corpus.located():
-            if (number := document_hash(document)) < threshold or number in seen:
-                continue
-            if drop_duplicates:
-                seen.add(number)
-            yield path
-
-    paths = enumerate(islice(training(), max(numbers) + 1))
-    return {number: path for number, path in paths if number in numbers}
+    threshold = validation_threshold(corpus.documents(), val_fraction)
+    training = (path for path, document in corpus.located() if document_hash(document) >= threshold)
+    return {number: path for number, path in enumerate(islice(training, max(numbers) + 1)) if number in numbers}
 
 
 def learn_tokenizer(texts: Sequence["TextData"], vocab_size: int, cache_dir: Path, learn: bool = True) -> Path | None:
@@ -122,7 +111,6 @@ class TextData(TokenDataModule):
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
             in which no document is cut that fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`.
-        drop_duplicates: leave out each document of which an equal one came before, in any of the files.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -144,7 +132,6 @@ class TextData(TokenDataModule):
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
-        drop_duplicates: bool = False,
     ) -> None:
         super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
         if files is not None and hf_dataset is not None:
@@ -158,7 +145,7 @@ class TextData(TokenDataModule):
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
         self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
-        self.drop_duplicates, self.packing = drop_duplicates, packing
+        self.packing = packing
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
@@ -229,8 +216,7 @@ class TextData(TokenDataModule):
         given = self._given_tokenizer
         tokenizer = self._vocab_size_to_learn if given is None else tokenizer_sha256(given)
         identity = self.corpus.identity(self.cache_dir, self.is_recorded)
-        options = ("drop_duplicates",) if self.drop_duplicates else ()
-        key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction, *options))
+        key = repr((FORMAT_VERSION, identity, tokenizer, self.val_fraction))
         return self.cache_dir / f"text-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def is_prepared(self) -> bool:
@@ -252,15 +238,10 @@ class TextData(TokenDataModule):
 
         Returns:
             Number of parts that other ranks have yet to make; the data set is there when it is 0.
-
-        Raises:
-            UsageError: also for `drop_duplicates`, which compares all documents in one process.
         """
-        if self.drop_duplicates and world > 1:
-            raise UsageError(f"drop_duplicates=True: with world={world} no rank sees all documents; leave world out")
         with suppress(OSError):  # for the record of the text's hashes; `build_once` says what is wrong
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-        settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction, self.drop_duplicates
+        settings = self._given_tokenizer, self._vocab_size_to_learn, self.val_fraction
         return TokenizedCorpus(self.corpus, self.folder, *settings).build(rank, world)
 
     def prepare_data(self) -> None:
@@ -305,7 +286,7 @@ class TextData(TokenDataModule):
         if self.eot_id is None or corpus.n_bytes is None or corpus.n_bytes > SEARCHED_BYTES:
             return [None] * len(offsets)
         numbers = self.streams["train"].count_before(self.eot_id, offsets)
-        files = training_files(corpus, self.val_fraction, set(numbers), self.drop_duplicates)
+        files = training_files(corpus, self.val_fraction, set(numbers))
         return [files.get(number) for number in numbers]
 
     def data_summary(self) -> str:
@@ -313,10 +294,8 @@ class TextData(TokenDataModule):
         val = self.meta["val"]
         if (train := self.meta.get("train")) is None:
             return f"{self.corpus.description}: {val['bytes']:,} bytes, {val['tokens']:,} tokens"
-        dropped = self.meta.get("dropped_duplicates")
         return (
             f"{self.corpus.description}: {train['documents'] + val['documents']:,} documents, "
-            f"{f'{dropped:,} duplicates dropped, ' if dropped else ''}"
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
             f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token"
             f"{self.sources[0].packed_summary}; {self.folder}"

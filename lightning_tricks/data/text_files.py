@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data.remote import BlockCache, RemoteFile, find_remote
+from lightning_tricks.data.remote import BlockCache, RemoteFile, file_size, find_remote
 
 # the files of a folder that are read; a glob takes any name
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
@@ -43,11 +43,6 @@ def suffix_of(path: TextFile) -> str:
     name = PurePosixPath(str(path))
     suffix = (PurePosixPath(name.stem) if compression_of(path) else name).suffix.lower()
     return ".jsonl" if suffix == ".ndjson" else suffix
-
-
-def size_of(path: TextFile) -> int:
-    """In bytes, as it is stored."""
-    return path.size if isinstance(path, RemoteFile) else path.stat().st_size
 
 
 def is_rows(path: TextFile) -> bool:
@@ -139,7 +134,7 @@ class _Bytes(io.RawIOBase):
     """Bytes `start` to `stop` - 1 of a file."""
 
     def __init__(self, path: TextFile, start: int = 0, stop: int = sys.maxsize) -> None:
-        self._path, self._at, self._stop = path, start, min(stop, size_of(path))
+        self._path, self._at, self._stop = path, start, min(stop, file_size(path))
         self._local = path.open("rb", buffering=0) if isinstance(path, Path) else None
 
     def readable(self) -> bool:
@@ -175,7 +170,7 @@ def _open(path: TextFile, start: int = 0, stop: int = sys.maxsize) -> BinaryIO:
 
 def _line_start(path: TextFile, offset: int) -> int:
     """Where the first line begins at `offset` or later."""
-    if offset == 0 or offset >= size_of(path):
+    if offset == 0 or offset >= file_size(path):
         return offset
     with _open(path, offset - 1) as file:
         return offset - 1 + len(file.readline())

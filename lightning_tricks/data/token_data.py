@@ -15,9 +15,9 @@ from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
 from lightning_tricks.data.content import default_cache_dir
 from lightning_tricks.data.packed_rows import Packing
-from lightning_tricks.data.remote import BlockCache, find_remote
+from lightning_tricks.data.remote import BlockCache, file_size, find_remote
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
-from lightning_tricks.data.token_formats import File, ShardFormat, TokenDtype, file_size
+from lightning_tricks.data.token_formats import File, ShardFormat, TokenDtype
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
 __all__ = ["TokenData"]

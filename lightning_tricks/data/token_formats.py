@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data.remote import RemoteFile, each
+from lightning_tricks.data.remote import RemoteFile, each, file_size
 
 ShardFormat = Literal["auto", "llm.c", "nanogpt", "megatron", "datatrove", "litdata", "mds", "olmo"]
 TokenDtype = Literal["uint16", "int32", "uint32", "int64"]
@@ -43,11 +43,6 @@ INTEGERS = {np.dtype(kind).name for kind in LITDATA_DTYPES["no_header_numpy"].va
 COMPRESSED = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 MAPPED_FILES = 512  # Python keeps each mapped file open, and a process often may have 1024; more are read by slices
 _maps: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
-
-
-def file_size(file: File) -> int:
-    """In bytes."""
-    return file.size if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def _head(file: File, start: int, count: int) -> bytes:

@@ -24,12 +24,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -51,7 +49,6 @@ from lightning_tricks.data.tokenizer import (
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when the same input gives other files
 BPE_BYTES = 200_000_000  # a tokenizer learns from at most this much training text
-WritePart = Callable[[int, Path, int, Callable[[int], object]], None]  # number, folder, threads, progress in bytes
 _LINE_SECONDS = 60  # between lines on the progress where there is no terminal
 
 
@@ -107,7 +104,6 @@ class TokenizedCorpus:
         tokenizer: None learns a byte-level BPE from the training documents.
         vocab_size: tokens to learn.
         val_fraction: share of the documents held out; 1 leaves no training part.
-        drop_duplicates: leave out each document of which an equal one came before.
     """
 
     corpus: Corpus
@@ -115,7 +111,6 @@ class TokenizedCorpus:
     tokenizer: Tokenizer | None
     vocab_size: int
     val_fraction: float
-    drop_duplicates: bool = False
 
     def build(self, rank: int = 0, world: int = 1) -> int:
         """Encode each `world`th part from `rank` on, and make the folder if no part is missing.
@@ -180,26 +175,7 @@ class TokenizedCorpus:
     def _token_texts(self) -> Sequence[bytes] | None:
         return token_texts(self._encoder.tokenizer)
 
-    @cached_property
-    def _first_of_equals(self) -> list[NDArray[np.bool_]]:
-        """For each part, whether each of its documents is the first of those with its hash."""
-        hashes = [np.load(self._hashes(number) / "hashes.npy") for number in range(self.n_parts)]
-        first = np.unique(np.concatenate(hashes), return_index=True)[1]
-        kept = np.zeros(sum(map(len, hashes)), dtype=np.bool_)
-        kept[first] = True
-        return np.split(kept, np.cumsum([len(part) for part in hashes])[:-1])
-
-    def _hashes(self, number: int) -> Path:
-        return self._unfinished / f"hashes_{number:06d}"
-
     # -- one part
-
-    def _write_hashes(self, number: int, folder: Path, threads: int, progress: Callable[[int], object]) -> None:
-        hashes = list[int]()
-        for document in self._documents(number):
-            hashes.append(document_hash(document))
-            progress(len(document))
-        np.save(folder / "hashes.npy", np.array(hashes, dtype=np.uint64))
 
     def _write_part(self, number: int, folder: Path, threads: int, progress: Callable[[int], object]) -> None:
         """Write both splits, and of each its size, and the SHA-256 of its documents, one after the other in UTF-8.
@@ -212,16 +188,12 @@ class TokenizedCorpus:
         splits = ("val",) if self._threshold == 2**64 else ("train", "val")
         counts = {split: {"documents": 0, "bytes": 0} for split in splits}
         hashes = {split: hashlib.sha256() for split in counts}
-        documents, dropped = self._documents(number), 0
-        if self.drop_duplicates:
-            kept = self._first_of_equals[number]
-            documents, dropped = compress(documents, kept), len(kept) - int(kept.sum())
         corrections = ByteCorrections(folder, self._token_texts)
         with ExitStack() as stack:
             writers = {split: stack.enter_context(ShardWriter(folder, split, size)) for split in counts}
             if "train" not in splits and number == 0:
                 writers["val"].append(end)
-            for document, ids in self._encoder.encode_all(documents, threads):
+            for document, ids in self._encoder.encode_all(self._documents(number), threads):
                 raw = document.encode()
                 split = "val" if _hash(raw) < self._threshold else "train"
                 writers[split].append(ids)
@@ -235,7 +207,7 @@ class TokenizedCorpus:
         corrections.save()
         figures = {s: {**counts[s], "tokens": writers[s].tokens, "sha256": hashes[s].hexdigest()} for s in counts}
         shards = {path.name: _sha256(path) for path in sorted(folder.glob("*.bin"))}
-        _write_json(folder / "part.json", {"splits": figures, "dropped_duplicates": dropped, "shards": shards})
+        _write_json(folder / "part.json", {"splits": figures, "shards": shards})
 
     def _record(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self._part(number) / "part.json").read_text(encoding="utf-8"))
@@ -244,30 +216,23 @@ class TokenizedCorpus:
     # -- all parts
 
     def _encode_parts(self, numbers: Sequence[int]) -> None:
+        """Write those of some parts that are not there, in as many processes as there are cores."""
         numbers = [number for number in numbers if not self._part(number).exists()]
         if not numbers:
             return
         _ = self._threshold, end_of_text(self._encoder.tokenizer), self._token_texts  # once, and not in each process
-        if self.drop_duplicates:
-            unknown = [number for number in range(self.n_parts) if not self._hashes(number).exists()]
-            self._run("Hashing", self._hashes, self._write_hashes, unknown)
-            _ = self._first_of_equals
         if len(numbers) > 1:
             self._encoder.compare(self.corpus.documents())
-        self._run("Tokenizing", self._part, self._write_part, numbers)
-
-    def _run(self, doing: str, place: Callable[[int], Path], write: WritePart, numbers: list[int]) -> None:
-        """Write some parts, each into the folder of its own, in as many processes as there are cores."""
 
         def work(number: int, threads: int, progress: Callable[[int], object]) -> None:
             if not self.folder.exists():  # another process may have made it, and removed the parts
-                build_once(place(number), lambda folder: write(number, folder, threads, progress))
+                build_once(self._part(number), lambda folder: self._write_part(number, folder, threads, progress))
 
         forks = sys.platform == "linux" and not multiprocessing.current_process().daemon  # which may have no children
         processes = min(len(numbers), available_cores()) if forks else 1
         sizes = [n_bytes for n_bytes, _ in self.corpus.parts] or [self.corpus.n_bytes or 0]
         total, done = sum(sizes[number] for number in numbers), 0
-        with _progress(doing, self.corpus.description, total or None) as bar:
+        with _progress(self.corpus.description, total or None) as bar:
             finished = _in_processes(processes, work, numbers, bar) if processes > 1 else _here(work, numbers, bar)
             for number in finished:
                 done += sizes[number]
@@ -300,7 +265,6 @@ class TokenizedCorpus:
             "vocab_size": size,
             "dtype": np.dtype(token_dtype(size)).name,
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "dropped_duplicates": sum(record["dropped_duplicates"] for record in records),
             **splits,
             "shards": shards,
         }
@@ -397,12 +361,12 @@ class _Lines(tqdm):
             say(str(self), file=sys.stderr)
 
 
-def _progress(doing: str, what: str, total: int | None) -> "tqdm[Any]":
+def _progress(what: str, total: int | None) -> "tqdm[Any]":
     """A bar of bytes of text; where there is no terminal, a line at the start, and one each minute."""
-    options: dict[str, Any] = {"desc": doing, "total": total, "unit": "B", "unit_scale": True, "leave": False}
+    options: dict[str, Any] = {"desc": "Tokenizing", "total": total, "unit": "B", "unit_scale": True, "leave": False}
     if sys.stderr.isatty():
         return tqdm(**options)
-    say(f"{doing} {what}", file=sys.stderr)
+    say(f"Tokenizing {what}", file=sys.stderr)
     form = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {remaining} left"
     seconds = {"delay": _LINE_SECONDS, "mininterval": _LINE_SECONDS, "maxinterval": float("inf")}
     return _Lines(**options, **seconds, miniters=1, bar_format=form)

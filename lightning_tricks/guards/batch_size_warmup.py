@@ -181,11 +181,6 @@ class BatchSizeWarmup(pl.Callback):
         """Fix the stages; become the first callback, so that the hooks of others find the step's micro-batches set."""
         if stage != "fit":
             return
-        if not pl_module.automatic_optimization:
-            raise UsageError(
-                f"BatchSizeWarmup: {type(pl_module).__name__} optimizes manually, so the Trainer does not accumulate: "
-                "let the module count its micro-batches"
-            )
         _refuse_others(trainer)
         self._trainer, self._begun = trainer, False
         self._buffer = MetricBuffer.of(trainer)
@@ -306,7 +301,13 @@ def _factor(plan: Accumulation, rule: LRRule, step: int) -> float:
 
 
 def _refuse_others(trainer: Any) -> None:
-    """Refuse a number of micro-batches that the strategy or another callback sets."""
+    """Refuse a number of micro-batches that the module, the strategy or another callback sets."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"BatchSizeWarmup: {type(module).__name__} optimizes manually, so the Trainer does not accumulate: let the "
+            "module count its micro-batches"
+        )
     if trainer.strategy.handles_gradient_accumulation:
         raise UsageError(
             f"BatchSizeWarmup: {type(trainer.strategy).__name__} has a fixed number of micro-batches in its engine: "

@@ -120,7 +120,9 @@ class Preemption(pl.Callback):
         trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
         self.deadline = deadline(self.max_minutes, self.slurm_margin_minutes)
         self._ranks = Agreement(trainer.world_size)
-        self._signals = StopSignals(_signals_of(trainer))
+        requeue = _requeue_signal(trainer)
+        reasons = {requeue: Reason.REQUEUE, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.CTRL_C}
+        self._signals = StopSignals(reasons)
         self._signals.install()
         self._replacements.enter_context(shielded_workers())
         connector = signal_connector(trainer)
@@ -286,10 +288,6 @@ def _requeues(trainer: Any) -> bool:
 def _requeue_signal(trainer: Any) -> int:
     """The signal by which SLURM says that a job's time is nearly over: the user names it, with `sbatch --signal`."""
     return int(getattr(slurm_environment(trainer), "requeue_signal", None) or signal.SIGUSR1)
-
-
-def _signals_of(trainer: Any) -> dict[int, Reason]:
-    return {_requeue_signal(trainer): Reason.REQUEUE, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.CTRL_C}
 
 
 # ---- the ranks agree to stop

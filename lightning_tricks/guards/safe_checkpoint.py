@@ -4,7 +4,7 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 from weakref import proxy
 
@@ -220,9 +220,21 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     # ---- start and end
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse a strategy that writes by itself, before any process is started."""
+        """Refuse what the options tell, before any process is started: a strategy, a bucket, another plugin's saves."""
         if stage == "fit":
             _REFUSED.check(trainer.strategy, "SafeCheckpoint:")
+            self._refuse_shared_folder(trainer)
+        if "://" in str(self.dirpath):
+            raise UsageError(
+                f"SafeCheckpoint: dirpath={self.dirpath}: give a folder of this machine's file systems, because a "
+                "bucket cannot rename at once; ModelCheckpoint writes to buckets"
+            )
+        io = trainer.strategy.checkpoint_io
+        if not (has_default_checkpoint_io(trainer) or isinstance(io, AtomicCheckpointIO)):
+            raise UsageError(
+                f"plugins={type(io).__name__}: SafeCheckpoint's promises need AtomicCheckpointIO: leave the plugin out "
+                "(in the background SafeCheckpoint(asynchronous=True) writes), or take ModelCheckpoint"
+            )
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Find the folder and put it in order; give the Trainer a CheckpointIO that loses nothing."""
@@ -232,14 +244,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
                 f"SafeCheckpoint: the Trainer is of {other}, and lightning_tricks builds on {BACKEND}, so the Trainer "
                 f"does not know it: import {other} before lightning_tricks, or set LIGHTNING_TRICKS_BACKEND={other}"
             )
+        super().setup(trainer, pl_module, stage)  # finds the folder
         self.check_run(trainer, None, stage)
-        super().setup(trainer, pl_module, stage)
-        if "://" in str(self.dirpath):
-            raise UsageError(
-                f"SafeCheckpoint: dirpath={self.dirpath}: give a folder of this machine's file systems, because a "
-                "bucket cannot rename at once; ModelCheckpoint writes to buckets"
-            )
-        self._io = _atomic_io(trainer, self.asynchronous)
+        if has_default_checkpoint_io(trainer):
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        self._io = io = cast("AtomicCheckpointIO", trainer.strategy.checkpoint_io)
+        io.asynchronous |= self.asynchronous
         if stage != "fit":
             return
         retention = Retention(self.keep_last, self.keep_best, "max" if self.mode == "max" else "min")
@@ -256,14 +266,18 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if problem and not self._is_off(trainer):
             raise UsageError(f"SafeCheckpoint: dirpath={self.dirpath}: {problem}: give another folder")
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
-        report_writes(self._io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
+        report_writes(io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Refuse a folder to which another callback saves; every one of them knows its folder by now."""
+        """Refuse a shared folder anew: every callback knows by now which folder it has by default."""
+        self._refuse_shared_folder(trainer)
+
+    def _refuse_shared_folder(self, trainer: Any) -> None:
+        """Refuse a folder to which another callback saves."""
         for other in trainer.checkpoint_callbacks:
             if other is self or not is_a(other, "ModelCheckpoint"):
                 continue
-            if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(self.dirpath)):  # type: ignore[attr-defined]
+            if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(self.dirpath)):
                 raise UsageError(
                     f"SafeCheckpoint: dirpath={self.dirpath}: another {type(other).__name__} saves to this folder too, "
                     "and each would delete checkpoints that the other counts on: give one of them another dirpath"
@@ -476,21 +490,3 @@ def _reserve(io: Any, trainer: Any, pl_module: Any) -> None:
         leaves = tree_leaves([dict(state) for state in states])
         held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         io.reserve([*pl_module.parameters(), *pl_module.buffers(), *held])
-
-
-def _atomic_io(trainer: Any, asynchronous: bool) -> AtomicCheckpointIO:
-    """The Trainer's AtomicCheckpointIO, which it gets in place of Lightning's own.
-
-    Raises:
-        UsageError: the user chose another one.
-    """
-    if has_default_checkpoint_io(trainer):
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-    io = trainer.strategy.checkpoint_io
-    if not isinstance(io, AtomicCheckpointIO):
-        raise UsageError(
-            f"plugins={type(io).__name__}: SafeCheckpoint's promises need AtomicCheckpointIO: leave the plugin out (in "
-            "the background SafeCheckpoint(asynchronous=True) writes), or take ModelCheckpoint"
-        )
-    io.asynchronous |= asynchronous
-    return io

@@ -77,15 +77,24 @@ class ScheduleFree(pl.Callback):
                     f"{type(callback).__name__}"
                 )
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the schedule-free optimizers, and refuse what they cannot train."""
-        optimizers: list[Any] = [unwrapped(optimizer) for optimizer in trainer.optimizers]
-        self._module, self._parts = pl_module, _parts(optimizers)
-        if not self._parts:
+    @staticmethod
+    def parts_of(optimizers: Sequence[Any]) -> list[Any]:
+        """The schedule-free ones among optimizers and their parts; OptimizerMixin asks before the launch.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if not (parts := _parts(optimizers)):
             found = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
             raise UsageError(
                 f"ScheduleFree: the optimizer is {found}: take schedulefree.AdamWScheduleFree, or remove the callback"
             )
+        return parts
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the schedule-free optimizers, and refuse what they cannot train."""
+        self._module = pl_module
+        self._parts = self.parts_of([unwrapped(optimizer) for optimizer in trainer.optimizers])
         _check_dtypes(self._parts)
         _check_schedules(trainer)
         if any(getattr(part, "running_mean", None) is not None for part in pl_module.modules()):
@@ -168,7 +177,7 @@ def _check_dtypes(parts: Sequence[Any]) -> None:
                     )
 
 
-def _parts(optimizers: list[Any]) -> list[Any]:
+def _parts(optimizers: Sequence[Any]) -> list[Any]:
     layers = [layer for optimizer in optimizers for layer in layers_of(optimizer)]
     return [part for layer in layers for part in schedule_free_parts(layer)]
 

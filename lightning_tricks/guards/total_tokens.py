@@ -64,22 +64,29 @@ class TotalTokens(pl.Callback):
         plan, at_once = _plan(trainer, datamodule, world), self._micro_batch(datamodule) * world
         return None if self.resumes else plan.steps_of_epoch(0, math.ceil(self.total_tokens / at_once))
 
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a run whose options do not tell its tokens, before any process is started."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        self._check(trainer)
+        if not trainer.lightning_module.automatic_optimization:
+            raise UsageError(
+                f"total_tokens={self.total_tokens}: the steps of manual optimization do not tell their tokens: set "
+                "trainer.max_steps"
+            )
+        self._micro_batch(datamodule)
+
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """Limit a new run."""
         self._trainer = None
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._limit.close()  # of a fit that failed
-        self._check(trainer)
-        if not pl_module.automatic_optimization:
-            raise UsageError(
-                f"total_tokens={self.total_tokens}: the steps of manual optimization do not tell their tokens: set "
-                "trainer.max_steps"
-            )
+        data, world = trainer.datamodule, data_rank(trainer)[1]  # type: ignore[attr-defined]
+        self.check_run(trainer, data, stage)
         self._trainer = trainer
         seen = self.tokens_at(trainer.global_step)  # in an earlier fit of this Trainer
         self._step, self._tokens = trainer.global_step, seen
-        data, world = trainer.datamodule, data_rank(trainer)[1]  # type: ignore[attr-defined]
         self._tokens_at_once = self._micro_batch(data) * world
         self._plan = _plan(trainer, data, world)
         self._set_limit()

@@ -68,12 +68,10 @@ class AppendingWriter(pl.loggers.csv_logs.ExperimentWriter):
 
     def save(self) -> None:
         """As Lightning's; before, a last row that was cut short is removed, so that none is appended to its line."""
-        if self.metrics and self._fs.isfile(self.metrics_file_path) and self._is_cut_short():
+        file = self.metrics_file_path
+        if self.metrics and self._fs.isfile(file) and self._fs.tail(file, 1) != b"\n":
             self._rewrite_with_new_header(self.metrics_keys)
         super().save()
-
-    def _is_cut_short(self) -> bool:
-        return bool(self._fs.tail(self.metrics_file_path, 1) != b"\n")
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         """Names of the columns, and the rows; without the last row if it was cut short."""

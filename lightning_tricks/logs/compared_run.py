@@ -276,7 +276,7 @@ def groups_of(runs: Sequence[ComparedRun], by: str) -> list[Group]:
         own = f"run {run.name}"
         key = own if by == "runs" or not run.settings else repr(sorted(run.recipe.items()))
         parts.setdefault(f"argument {run.argument}" if by == "folders" else key, []).append(run)
-    return [Group(_letter(number), tuple(part), tuple(_seeds(part, by))) for number, part in enumerate(parts.values())]
+    return [Group(_letter(number), tuple(part), tuple(_seeds(part))) for number, part in enumerate(parts.values())]
 
 
 def _letter(number: int) -> str:
@@ -284,7 +284,7 @@ def _letter(number: int) -> str:
     return chr(ord("A") + number % 26) + (str(number // 26 + 1) if number >= 26 else "")
 
 
-def _seeds(part: Sequence[ComparedRun], by: str) -> Iterator[str]:
+def _seeds(part: Sequence[ComparedRun]) -> Iterator[str]:
     """A key of each run's seed: its settings that are seeds; without these, runs with an equal loss are one."""
     for run in part:
         if run.seeds:

@@ -54,7 +54,9 @@ class OptimizerMixin(Mixin):
     Put it before the LightningModule in the bases: `class Model(OptimizerMixin, LightningModule)`. The length of the
     run comes from `trainer.max_steps` or `trainer.max_epochs`, whichever ends first; it is read when training starts,
     so that no loader is started for it. A resume follows the settings given here, not the checkpoint's: learning rate,
-    decay, betas, length and shape of the schedule. The groups are logged once, at start.
+    decay, betas, length and shape of the schedule. The groups are logged once, at start. Your own
+    `configure_optimizers` calls `super().configure_optimizers()` or `make_optimizer`; else a line says that these
+    settings have no effect.
 
     With `save_hyperparameters()`, a checkpoint holds schedule and rules in plain types: it opens with
     `weights_only=True`, and `load_from_checkpoint` builds them again. The option `optimizer` is a function, and a
@@ -129,6 +131,9 @@ class OptimizerMixin(Mixin):
         optimizer = check_settings(self.optimizer, self.mup)
         if optimizer is not None:
             _refuse_for_run(optimizer, trainer, self)
+        for callback in trainer.callbacks if optimizer is not None and self.optimizer is not None else ():
+            if hasattr(callback, "switches_schedule_free"):
+                callback.parts_of([optimizer])
         rules = [rule for rule in self.param_rules or () if isinstance(rule, ParamRule)]
         if optimizer is not None and not any(rule.schedule for rule in rules):
             check_constant(optimizer, [self.schedule] * len(optimizer.param_groups))
@@ -151,7 +156,10 @@ class OptimizerMixin(Mixin):
     def make_optimizer(self, module: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of `module`, or of this module, by these settings; see `build_optimizer`."""
         settings = (self.optimizer, self.weight_decay, self.decay_embeddings, self.param_rules, self.mup)
-        return build_optimizer(self if module is None else module, *settings)
+        optimizer = build_optimizer(self if module is None else module, *settings)
+        self._optimizer_class = _name_of(optimizer)
+        self._check_optimizer_class()
+        return optimizer
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the schedule stepped once after each of its steps."""
@@ -172,8 +180,6 @@ class OptimizerMixin(Mixin):
         for part in parts_of(optimizer):
             if isinstance(part, Muon) and self.automatic_optimization:  # else gradients may differ in a step
                 part.replicas = equal_replicas(self.trainer)
-        self._optimizer_class = _name_of(optimizer)
-        self._check_optimizer_class()
         self._refuse_missing_callback(optimizer)
         rank_zero_info(str(self._optimizer_class), *groups_table(optimizer.param_groups, lr=0.0).split("\n"))
         if self._frozen:
@@ -191,6 +197,16 @@ class OptimizerMixin(Mixin):
         with _naming_option(self.trainer, total):
             scheduler = ScheduleLR(optimizer, schedule, None if length_follows else total, lrs, decays, length_follows)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Say in one line that an own `configure_optimizers` has left the settings out."""
+        super().on_fit_start()
+        if self._optimizer_class is None:
+            rank_zero_warn(
+                f"{type(self).__name__}.configure_optimizers takes the place of OptimizerMixin's, whose optimizer, "
+                "schedule, weight_decay and param_rules have no effect: delete it, or let it call "
+                "super().configure_optimizers() or self.make_optimizer()"
+            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write the optimizer's name and class, the running schedule, and the hyper-parameters in plain types."""

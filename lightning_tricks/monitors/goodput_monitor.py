@@ -229,11 +229,6 @@ def file_for(checkpoint: Any) -> Path:
     return (folder.parent if folder.name == "checkpoints" else folder) / FILE
 
 
-def _folders_of_runs(trainer: Any) -> list[str]:
-    """The folders in which a Trainer puts its runs."""
-    return [str(trainer.default_root_dir), *(str(each.save_dir) for each in trainer.loggers if each.save_dir)]
-
-
 def _interval(start: float, end: float) -> Interval:
     if not (math.isfinite(start) and math.isfinite(end)):
         raise ValueError("no times")
@@ -413,7 +408,9 @@ class GoodputMonitor(pl.Callback):
             return
         places = [file_for(self._trainer.ckpt_path)]  # first, because the folder may have been moved
         file = Path(str(state["file"]))
-        if file.name == FILE and any(is_inside(Path(folder), file) for folder in _folders_of_runs(self._trainer)):
+        loggers = self._trainer.loggers
+        roots = [self._trainer.default_root_dir, *(logger.save_dir for logger in loggers if logger.save_dir)]
+        if file.name == FILE and any(is_inside(Path(root), file) for root in roots):
             places.append(file)  # a checkpoint of somebody else may name any
         self._history = History(state["run"], places if self._trainer.is_global_zero else [])
         self._time.resume(state, self._history.earlier, self._history.saves)

@@ -164,15 +164,22 @@ class RunLedger(pl.Callback):
         self._counted: list[int] = []  # ranks whose batches make the global batch
         self._steps: dict[int, _Step] = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Find the buffer; refuse a second ledger in the same file."""
-        self._begin()
-        others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]  # type: ignore[attr-defined]
-        if others[1:] and len({_ledger_path(other.path, trainer).resolve() for other in others}) < len(others):
+    def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
+        """Refuse a second ledger in the same file, before any process is started."""
+        others = [other for other in trainer.callbacks if isinstance(other, RunLedger)]
+        if len({other.path and Path(other.path).resolve() for other in others}) < len(others):
             raise UsageError(
                 f"RunLedger.path={self.path}: the Trainer has two that write one file: remove one, or give it another "
                 "path"
             )
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Refuse what no command has refused."""
+        self.check_run(trainer, None, stage)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Find the buffer."""
+        self._begin()
         self._off = not trainer.log_every_n_steps or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if not trainer.log_every_n_steps:  # type: ignore[attr-defined]
             rank_zero_warn("RunLedger writes nothing with log_every_n_steps=0: give the Trainer 1 or more")
@@ -225,7 +232,9 @@ class RunLedger(pl.Callback):
         self._data_rank, self._data_ranks = data_rank(trainer)
         self._find_weights(trainer, pl_module)
         total = 0 if self._weights is None else int(self._weights.of_all(trainer.strategy.root_device))
-        place = _ledger_path(self.path, trainer)
+        place = Path(
+            self.path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME)
+        )  # the folder of rank 0
         everyones = self._gather((total, self._data_rank, self._open(place) if trainer.is_global_zero else ""))
         totals, ranks, errors = zip(*everyones, strict=True)
         if errors[0]:
@@ -310,8 +319,3 @@ class RunLedger(pl.Callback):
             states = (None if own is None else next(numbers) for own in (step.optimizer, step.weights))
             found.append(RankValues(batch, *step.random, *states))
         return found
-
-
-def _ledger_path(path: str | None, trainer: Any) -> Path:
-    """Where a ledger is written; every rank must call, as the folder is that of rank 0."""
-    return Path(path or Path(trainer.strategy.broadcast(folder_of_run(trainer)), NAME))

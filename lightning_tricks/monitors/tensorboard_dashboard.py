@@ -3,13 +3,10 @@
 import contextlib
 import itertools
 import re
-import socket
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
-from tensorboard import manager
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._core.quote import markdown_block, markdown_text, say, shell_word, yaml_text
@@ -72,18 +69,8 @@ def _recorded(charts: dict[str, list[str]], names: Iterable[str]) -> dict[str, l
 
 
 def how_to_open(logdir: str) -> str:
-    """The command that starts TensorBoard on a folder, unless it runs, and the address, where no curve is smoothed."""
-    for info in manager.get_all():
-        if Path(logdir).resolve().is_relative_to(Path(info.logdir).resolve()) and _accepts_connections(info.port):
-            return f"open http://localhost:{info.port}/#scalars&_smoothingWeight=0"
+    """The command that starts TensorBoard on a folder, and the address, where no curve is smoothed."""
     return f"tensorboard --logdir {shell_word(logdir)}   then open http://localhost:6006/#scalars&_smoothingWeight=0"
-
-
-def _accepts_connections(port: int) -> bool:
-    """Whether a server is there: TensorBoard's own record of it stays when it is killed."""
-    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
-        return True
-    return False
 
 
 def facts(trainer: Any, pl_module: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the arithmetic of FLOPs and memory refuses, each in one line with the value and what to give."""
+"""What the arithmetic of FLOPs refuses, each in one line with the value and what to give."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,9 +7,6 @@ import pytest
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import matmul_parameters, recompute_flops_per_token, training_flops_per_token
-from lightning_tricks.accounting.memory import training_memory
-
-ROWS = {"B": 1, "S": 1, "L": 1, "D": 1}
 
 
 def experts(active):
@@ -30,12 +27,6 @@ REFUSED = [
     *(
         (partial(matmul_parameters, experts(n)), f"experts_per_token={n}: give a number from 1 to n_experts=8")
         for n in (None, 0, 9)
-    ),
-    (partial(training_memory, 0, **ROWS), "training_memory: N=0: give a number of at least 1"),
-    (partial(training_memory, 1, **ROWS | {"L": 0}), "training_memory: L=0: give a number of at least 1"),
-    (
-        partial(training_memory, 1, **ROWS, activation_checkpointing="selective"),
-        "activation_checkpointing='selective': this formula knows none and full",
     ),
 ]
 

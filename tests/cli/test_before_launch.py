@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import runs
@@ -18,12 +19,22 @@ from lightning_tricks.callbacks import (
     GradNormMonitor,
     InitFrom,
     PredictionWriter,
+    RunLedger,
     SafeCheckpoint,
     SampleText,
     StepGuard,
+    TotalTokens,
 )
 from lightning_tricks.cli.before_launch import check_before_launch
 from lightning_tricks.parallel.dims import ParallelDims
+
+
+class Module(torch.nn.Identity):
+    automatic_optimization = True
+
+
+class OwnIO(pl.plugins.TorchCheckpointIO):
+    """A user's own."""
 
 
 def trainer_with(strategy, callback):
@@ -31,7 +42,7 @@ def trainer_with(strategy, callback):
     return SimpleNamespace(
         strategy=strategy, callbacks=[callback], num_devices=2, num_nodes=1, precision_plugin=None, accelerator=None,
         is_global_zero=True, checkpoint_callbacks=[], optimizers=[], log_every_n_steps=50, fast_dev_run=False,
-        lightning_module=torch.nn.Identity(), accumulate_grad_batches=1, reload_dataloaders_every_n_epochs=0,
+        lightning_module=Module(), max_steps=-1, accumulate_grad_batches=1, reload_dataloaders_every_n_epochs=0,
     )  # fmt: skip
 
 
@@ -74,6 +85,21 @@ def test_a_callback_that_does_not_work_under_a_strategy_is_refused_before_launch
         (ExactResume(), {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: ExactResume"),
         (BatchSizeWarmup({0: 1, 9: 4}), {"accumulate_grad_batches": 2}, "BatchSizeWarmup.stages={0: 1, 9: 4}: 2 proc"),
         (BatchSizeWarmup({0: 2, 9: 8}), {"accumulate_grad_batches": 2}, "BatchSizeWarmup.stages={0: 2, 9: 8}: the las"),
+        (
+            BatchSizeWarmup({0: 2}),
+            {"lightning_module": Small(manual=True)},
+            "BatchSizeWarmup: Small optimizes manual",
+        ),
+        (TotalTokens(64, 4), {"lightning_module": Small(manual=True)}, "total_tokens=64: the steps of manual optimiz"),
+        (TotalTokens(64), {}, "total_tokens=64: the data do not tell the tokens of a micro-batch"),
+        (RunLedger(), {"callbacks": [RunLedger(), RunLedger()]}, "RunLedger.path=None: the Trainer has two that write"),
+        (SafeCheckpoint("s3://a/b"), {}, "SafeCheckpoint: dirpath=s3://a/b: give a folder of this machine"),
+        (
+            SafeCheckpoint(),
+            {"strategy": strategies.DDPStrategy(checkpoint_io=OwnIO())},
+            "plugins=OwnIO: SafeCheckpoin",
+        ),
+        (SafeCheckpoint(), {"checkpoint_callbacks": [SafeCheckpoint()]}, "SafeCheckpoint: dirpath=None: another SafeC"),
     ],
 )
 def test_settings_that_a_callback_cannot_have_are_refused_before_launch(callback, settings, line):

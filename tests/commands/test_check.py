@@ -169,6 +169,8 @@ def test_a_model_that_does_not_build_is_told_with_its_reason(folder):
             "SampleText: tensor, context and pipeline ranks (mesh) share rows",
         ),
         ("settings", {"callbacks": [BatchSizeWarmup({0: 1, 9: 4})]}, "the last stage must be the recipe's batch, 1"),
+        ("settings", {"plugins": [pl.plugins.AsyncCheckpointIO()]}, "plugins=AsyncCheckpointIO: SafeCheckpoint's prom"),
+        ("settings", {"callbacks": [SafeCheckpoint(), SafeCheckpoint()]}, "dirpath=None: another SafeCheckpoint saves"),
         ("settings", {"callbacks": [SpikeRollback()], "log_every_n_steps": 0}, "trainer.log_every_n_steps=0: SpikeR"),
         ("schedule", {"max_steps": 2}, "warmup_steps=2"),
         ("libraries", {"model": module(compile_blocks=True)}, "torch.compile needs a C++ compiler on a CPU"),

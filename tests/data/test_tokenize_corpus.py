@@ -275,56 +275,6 @@ def test_all_held_out_text_begins_with_one_end_of_text_however_many_parts(rows, 
     assert sum(int(batch["n_bytes"].sum()) for batch in data.val_dataloader()) == data.meta["val"]["bytes"]
 
 
-# -- duplicates
-
-
-def test_of_equal_documents_in_any_parts_the_first_is_kept(rows, tmp_path, monkeypatch):
-    on_cores(monkeypatch, 1)
-    copies = (rows / "a.jsonl").read_text().splitlines()[::3]
-    (rows / "d.jsonl").write_text("\n".join(copies * 2))
-    data = make(rows, tmp_path / "cache", drop_duplicates=True)
-    data.setup()
-    documents = list(data.corpus.documents())
-    kept = list(dict.fromkeys(documents))
-    threshold = tokenize_corpus.validation_threshold(documents, 0.2)
-    for split, text in (("train", data.training_text()), ("val", data.validation_text())):
-        held_out = split == "val"
-        expected = [one for one in kept if (tokenize_corpus.document_hash(one) < threshold) == held_out]
-        assert text == "".join(expected).encode()
-        assert data.meta[split]["documents"] == len(expected)
-    assert data.meta["dropped_duplicates"] == len(documents) - len(kept) >= 100
-    assert f"{len(documents) - len(kept):,} duplicates dropped" in data.data_summary()
-    assert data.folder != make(rows, tmp_path / "cache").folder
-
-
-@pytest.mark.long
-def test_duplicates_dropped_by_several_processes_are_those_of_one(rows, tmp_path, monkeypatch):
-    (rows / "d.jsonl").write_text((rows / "a.jsonl").read_text())
-    folders = []
-    for cores in (1, 3):
-        on_cores(monkeypatch, cores)
-        data = make(rows, tmp_path / f"cores_{cores}", drop_duplicates=True)
-        data.prepare_data()
-        folders.append(content(data.folder))
-    assert folders[0] == folders[1]
-
-
-def test_the_file_of_a_document_is_found_where_duplicates_are_dropped(rows, tmp_path, monkeypatch):
-    on_cores(monkeypatch, 1)
-    (rows / "0.jsonl").write_text((rows / "c.jsonl").read_text())
-    data = make(rows, tmp_path / "cache", drop_duplicates=True)
-    data.setup()
-    stream = data.streams["train"].read(0, len(data.streams["train"]))
-    assert {path.name for path in data.source_files(np.flatnonzero(stream == data.eot_id).tolist())} == {
-        *("0.jsonl", "a.jsonl", "b.ndjson")
-    }
-
-
-def test_duplicates_are_not_dropped_by_ranks_that_see_a_share_each(rows, tmp_path):
-    with pytest.raises(UsageError, match=r"^drop_duplicates=True: with world=2 no rank sees all documents"):
-        make(rows, tmp_path / "cache", drop_duplicates=True).prepare_share(0, 2)
-
-
 # -- progress
 
 

@@ -337,6 +337,10 @@ def test_wrong_runs_are_refused_in_one_line():
     assert "ScheduleFree: the optimizer is SGD: take" in line(
         lambda: fit(Net(lambda params: torch.optim.SGD(params, lr=0.1)), ScheduleFree())
     )
+    trainer = runs.trainer_with(ScheduleFree(), max_steps=2)
+    mixed = Mixed(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    assert "ScheduleFree: the optimizer is SGD: take" in line(lambda: mixed.check_run(trainer, None, "fit"))
+    Mixed(optimizer=SGDScheduleFree).check_run(trainer, None, "fit")
     assert line(lambda: fit(Net(), ScheduleFree(), EMA())).startswith("EMA: a schedule-free optimizer averages")
     assert "is bfloat16, in which an average" in line(lambda: fit(Net(), ScheduleFree(), plugins=[BF16True()]))
     for name in ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"):

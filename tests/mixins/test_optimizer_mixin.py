@@ -130,6 +130,46 @@ def test_a_resume_follows_the_recipes_learning_rate_shape_and_length(checkpoint,
     assert {state["step"].item() for state in run.optimizers[0].state.values()} == {steps}
 
 
+# ---- an own configure_optimizers
+
+
+class Leaves(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Calls(Model):
+    def configure_optimizers(self):
+        return super().configure_optimizers()
+
+
+class Makes(Model):
+    def configure_optimizers(self):
+        return self.make_optimizer(self.net)
+
+
+def said_of(model, recwarn):
+    fit(model, 1)
+    return [str(one.message) for one in recwarn.list if "OptimizerMixin" in str(one.message)]
+
+
+def test_an_own_method_that_leaves_the_settings_out_is_said_in_one_line(recwarn):
+    (line,) = said_of(Leaves(schedule=LINEAR), recwarn)
+    assert line.startswith("Leaves.configure_optimizers takes the place of OptimizerMixin's")
+    assert line.endswith("let it call super().configure_optimizers() or self.make_optimizer()")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("own", [Model, Calls, Makes])  # Model hides the method of Plain, as it should
+def test_a_method_that_asks_the_mixin_is_no_warning_and_resumes_with_the_same_optimizer_alone(own, recwarn, tmp_path):
+    model = own(optimizer=adamw(0.5), schedule=WarmupConstant(warmup_steps=0))
+    assert said_of(model, recwarn) == []
+    model.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    other = own(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(UsageError, match="the checkpoint holds the state of AdamW, which SGD cannot take up"):
+        fit(other, 2, resume=tmp_path / "run.ckpt")
+
+
 # ---- refusals
 
 

@@ -1,10 +1,8 @@
 """The dashboard: its charts, address, cards and result; and that training does not notice it."""
 
 import re
-import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +12,6 @@ from harness.runs import On
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from short_run import Model, Raise, events, fit, points, save_every, tensors
-from tensorboard import manager
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.optim import lr_scheduler
@@ -74,19 +71,6 @@ def test_the_overview_comes_before_every_name_of_ours():
         name.startswith("_overview/") for name in OVERVIEW_METRICS
     )  # TensorBoard sorts "_" and "/" before letters
     assert list(OVERVIEW_METRICS) == sorted(OVERVIEW_METRICS)
-
-
-def test_of_a_tensorboard_that_shows_the_folder_the_address_is_said(tmp_path, monkeypatch):
-    runs = tmp_path / "my runs"
-    address = "http://localhost:{}/#scalars&_smoothingWeight=0"
-    command = f"tensorboard --logdir '{runs}'   then open {address.format(6006)}"
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        here, elsewhere = ({"port": port, "logdir": str(folder)} for folder in (tmp_path, tmp_path / "other"))
-        for infos, said in (([], command), ([elsewhere], command), ([here], f"open {address.format(port)}")):
-            monkeypatch.setattr(manager, "get_all", lambda infos=infos: [SimpleNamespace(**info) for info in infos])
-            assert how_to_open(str(runs)) == said
-    assert how_to_open(str(runs)) == command  # it was killed
 
 
 def test_a_table_keeps_its_two_columns():

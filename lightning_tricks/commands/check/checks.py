@@ -127,8 +127,11 @@ class Checked:
         """What the parts' own `check_run` ask of a Trainer."""
         setup = self.setup
         accelerator = SimpleNamespace() if self.on_gpu else pl.accelerators.CPUAccelerator()
+        ios = [one for one in listed(self.trainer, "plugins") if isinstance(one, pl.plugins.CheckpointIO)]
         return SimpleNamespace(
-            strategy=SimpleNamespace(handles_gradient_accumulation=False)
+            strategy=SimpleNamespace(
+                handles_gradient_accumulation=False, checkpoint_io=[*ios, pl.plugins.TorchCheckpointIO()][0]
+            )
             if isinstance(setup.strategy, str)
             else setup.strategy,
             precision_plugin=setup.plugin,

@@ -283,8 +283,8 @@ def warnings_of(plan: MemoryPlan) -> tuple[str, ...]:
 # ---- a model on paper of a step's time: computation, traffic over each link, and the part that computation hides. It
 # is a model, no measurement: benchmarks/plan_published.py compares it with published rows and states its error.
 
-EFFICIENCY = 0.8  # of a link's datasheet figure that large collectives reach, as measured with NCCL on A100 (300 GB/s)
-SOURCE = "https://github.com/stas00/ml-engineering/blob/master/network/README.md"
+EFFICIENCY = 0.8  # of a link's datasheet figure that large collectives reach, as measured with NCCL on A100 (300 GB/s):
+# https://github.com/stas00/ml-engineering/blob/master/network/README.md
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,9 @@ def _time(plan: MemoryPlan) -> Iterator[str]:
         return
     rate = plan.tokens_per_second or 0.0
     each = f", {rate / plan.setup.world:,.0f} a device" if plan.setup.world > 1 else ""
-    yield _row("peak", f"{plan.device.peak / 1e12:,.4g} TFLOP/s at {plan.setup.peak_dtype} ({_origin(plan)})")
+    origin = plan.device.source or ("given" if plan.setup.on_gpu else "measured here")
+    yield _row("peak", f"{plan.device.peak / 1e12:,.4g} TFLOP/s at {plan.setup.peak_dtype} ({origin})")
     yield _row("tokens/s", f"{rate:,.0f}{each}")
-
-
-def _origin(plan: MemoryPlan) -> str:
-    return plan.device.source or ("measured here" if not plan.setup.on_gpu else "given")
 
 
 def _traffic(plan: MemoryPlan) -> Iterator[str]:

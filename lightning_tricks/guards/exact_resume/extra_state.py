@@ -41,7 +41,7 @@ def read(trainer: Any) -> dict[str, Any]:
     """The state of this process, as of the end of the batches that are done; in plain types."""
     metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
     state: dict[str, Any] = {"metrics": metrics, "plateaus": plateau_updates(trainer)}
-    if _finetuners(trainer):
+    if any(is_a(callback, "BaseFinetuning") for callback in trainer.callbacks):
         state["trained"] = _trained(trainer.lightning_module)
     return state
 
@@ -88,10 +88,6 @@ def warn_of_epoch_means(trainer: Any) -> None:
                 "of an epoch, of which a run that resumes in mid-epoch has the rest only, so its learning rates may "
                 "differ: monitor a metric of validation, or save at the ends of epochs"
             )
-
-
-def _finetuners(trainer: Any) -> bool:
-    return any(is_a(callback, "BaseFinetuning") for callback in trainer.callbacks)
 
 
 def _trained(module: Module) -> dict[str, list[str]]:

@@ -50,17 +50,15 @@ def generators_of(holder: Any) -> list[Generator]:
         elif isinstance(value, list | tuple) and len(value) <= 64:
             for member in value:
                 look(member, depth)
-        elif depth and _may_hold(value) and len(seen) < _OBJECTS and all(value is not other for other in seen):
+        elif isinstance(value, type | torch.Tensor | torch.nn.Module) or not hasattr(value, "__dict__"):
+            return
+        elif depth and len(seen) < _OBJECTS and all(value is not other for other in seen):
             seen.append(value)
             for attribute in list(vars(value).values()):
                 look(attribute, depth - 1)
 
     look(holder, _DEPTH)
     return found
-
-
-def _may_hold(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor | torch.nn.Module)
 
 
 class Order:

@@ -159,7 +159,6 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.compile_blocks = compile_blocks
         self.init_on_rank_0 = init_on_rank_0
-        self.shards_modules = True  # tells a module that would otherwise shard itself
         self._tensor_ranks_unchecked = False
         self._partial_gradients: PartialGradients | None = None  # of tensor ranks
         self._own_sharding: dict[str, Any] | None = None  # of the module that it has sharded
