@@ -1,7 +1,7 @@
 """Ray Train starts the processes, keeps the checkpoints and starts failed workers again; FSDP2Strategy shards.
 
-`pip install "lightning-tricks[ray]"`, then `python examples/ray_train.py --epochs 2`. The same command with more epochs
-goes on from the newest checkpoint that Ray has kept under `--storage`.
+`pip install -e '.[ray]'` in the clone, then `python examples/ray_train.py --epochs 2`. The same command with more
+epochs goes on from the newest checkpoint that Ray has kept under `--storage`.
 """
 
 import argparse

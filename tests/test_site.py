@@ -240,7 +240,7 @@ def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(o
     assert entry.startswith("# EMA\n\nKeeps an exponential moving average of the weights")  # before a long signature
     signature = "EMA(decay: float = 0.999, warmup: bool = True, validate: bool = True)"
     assert f"from lightning_tricks import EMA\n\n{signature}" in entry
-    assert "- `decay` (`float`, default `0.999`): share of the average that stays at each step." in entry
+    assert "| `decay` | `float` | `0.999` | share of the average that stays at each step." in entry
     assert "- `UsageError`: an option out of range;" in entry
     assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry
     assert "**Guide:** [Averages of the weights: EMA and TailAverage](../../averages.md)\n" in entry

@@ -44,6 +44,18 @@ _HOOKS = {
 }  # called by Lightning, torch
 # Bases whose methods Lightning or torch calls.
 _OTHERS = re.compile(r"pl\.(?!Callback\b)|lightning_cli|torch\.|nn\.|Optimizer|Mixin|AutocastPrecision|LRScheduler")
+# What the end of an option's name says of its number.
+_UNITS = {
+    "fraction": "0 to 1",
+    "gb": "10^9 bytes",
+    "gib": "GiB",
+    "minutes": "minutes",
+    "rows": "rows",
+    "samples": "samples",
+    "seconds": "seconds",
+    "steps": "steps",
+    "tokens": "tokens",
+}
 _INDENT = " " * 4
 
 
@@ -357,7 +369,7 @@ def _docstring(thing: Any, links: Mapping[str, str]) -> str:
             parts.append(_prose(value, links))
         elif section.kind in (kind.parameters, kind.attributes):
             title = "Arguments" if section.kind is kind.parameters else "Attributes"
-            parts.append(_items(title, [(_named(item, types, thing), item.description) for item in value], links))
+            parts.append(_table(title, value, types, thing, links))
         elif section.kind is kind.raises:
             parts.append(_items("Raises", [(f"`{item.annotation}`", item.description) for item in value], links))
         elif section.kind in (kind.returns, kind.yields):
@@ -377,13 +389,21 @@ def _docstring(thing: Any, links: Mapping[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-def _named(item: Any, types: Mapping[str, tuple[Any, Any]], thing: Any) -> str:
-    name = item.name.lstrip("*")
-    annotation, default = types.get(name, (None, None))
-    shown = [f"`{annotation}`"] if annotation is not None else []
-    if default is not None:
-        shown.append(f"default `{_default(default, thing)}`")
-    return f"`{item.name}`" + (f" ({', '.join(shown)})" if shown and not item.name.startswith("*") else "")
+def _table(
+    title: str, items: Sequence[Any], types: Mapping[str, tuple[Any, Any]], thing: Any, links: Mapping[str, str]
+) -> str:
+    """A row for each argument: its name, type and unit, default and meaning. The names of options end in their unit."""
+    rows = [f"**{title}**{{: .arguments }}", "", "| name | type | default | meaning |", "|---|---|---|---|"]
+    for item in items:
+        annotation, default = types.get(item.name.lstrip("*"), (None, None))
+        type_ = f"`{annotation}`" if annotation is not None else ""
+        unit = _UNITS.get(item.name.rpartition("_")[2], "") if type_.startswith(("`int", "`float")) else ""
+        several = item.name.startswith("*")
+        shown = "" if several else f"`{_default(default, thing)}`" if default is not None else "required"
+        text = " ".join(_prose(item.description, links).split())
+        cells = (f"`{item.name}`", ", ".join(filter(None, ("" if several else type_, unit))), shown, text)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _items(title: str, items: Sequence[tuple[str, str]], links: Mapping[str, str]) -> str:

@@ -59,6 +59,11 @@ PICTURE = re.compile(
 BADGE = re.compile(r"!\[([^\]]*)\]\(https?://[^)]*\)")  # a picture of another host; its text takes its place
 BY_THEME = r"![\2](\3#only-light)![\2](\1#only-dark)"  # how the theme wants a picture with two forms
 QUESTION = re.compile(r"^\| (?!question \|)([^|-][^|]*?) \| ([^|]+) \| ([^|]+) \|$", re.M)  # a row of questions.md
+# Words that the search leaves out, as it finds only what has every word of a query.
+STOP_WORDS = (
+    "a an the of to in on at by for from with is are was be it its this that there my your i me we you do does did "
+    "how what which when where why who can could should will would and or has have if as so"
+)
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -224,7 +229,7 @@ def slug(text: str) -> str:
 
 
 def search_index(html: Path) -> None:
-    """Make the search find questions first, and files of the repository by their titles alone.
+    """Make the search find questions first, files of the repository by their titles alone, and no stop words.
 
     The more words stand in the title of an item, the higher it ranks; text counts less, and equals keep their order.
     """
@@ -239,13 +244,24 @@ def search_index(html: Path) -> None:
             "level": 2,
             "title": row[1].rstrip("."),
             "text": f"<p>{said}</p>",
+            "path": ["Questions", plain(row[3])],
         }
         asked.append(page | item)
     for item in index["items"]:
         if item["location"].startswith(("repository/", "questions/#")):  # whose rows are items now
             item["text"] = ""
     index["items"] = asked + index["items"]
+    index["config"]["separator"] += rf"|[?;']+|{stop_words()}"
     file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
+
+
+def stop_words() -> str:
+    """A pattern of JavaScript for stop words between words: a separator, both in a text and in a query.
+
+    The last word of a query is none, as it may be the beginning of another one.
+    """
+    words = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in STOP_WORDS.split())
+    return rf"(?<![\p{{L}}\p{{N}}_.-])(?:{words})(?=\s+\S)"
 
 
 def plain(text: str) -> str:

@@ -28,6 +28,11 @@ class OneLineWarning(UserWarning):
     """A warning of the collection, which the command line prints as `warning: ...`, without a source path."""
 
 
+def pip_extra(name: str) -> str:
+    """The command that installs an extra of the collection, which is on no index."""
+    return f"pip install -e '.[{name}]' in the clone"
+
+
 def check_choice(option: str, value: Any, choices: Any, more: str = "") -> None:
     """Refuse a value that is none of a Literal's.
 

@@ -92,8 +92,7 @@ def read_record(path: Path) -> Record | None:
         raise UsageError(f"damaged: the record of {path} has other bytes than were written") from None
     if content["version"] > VERSION:
         raise UsageError(
-            f"{path} is a checkpoint of version {content['version']}, and this lightning_tricks reads up to {VERSION}: "
-            "pip install -U lightning-tricks"
+            f"{path} is of version {content['version']}, this lightning_tricks reads up to {VERSION}: update the clone"
         )
     if content.keys() - {entry.name for entry in fields(Record)} or not _is_record(record := Record(**content)):
         raise UsageError(f"damaged: the record of {path} has other entries than are written")

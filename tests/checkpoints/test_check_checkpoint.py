@@ -111,7 +111,7 @@ def test_a_file_cut_at_any_kind_of_place_is_refused_by_both_checks(small):
 
 def test_a_checkpoint_of_a_newer_version_says_what_to_install(small, monkeypatch):
     monkeypatch.setattr(record, "VERSION", 0)
-    expected = f"{small} is a checkpoint of version 1, and this lightning_tricks reads up to 0: pip install -U"
+    expected = f"{small} is of version 1, this lightning_tricks reads up to 0: update the clone"
     assert refusal(small, load).startswith(expected)
 
 

@@ -279,10 +279,10 @@ def test_a_folder_that_another_process_is_writing_is_one_line_and_stays(tmp_path
 def test_an_older_transformers_or_none_is_one_line(tmp_path, monkeypatch):
     path = save(checkpoint(CASES["qwen3"]), tmp_path / "saved.ckpt")
     monkeypatch.setattr("lightning_tricks.commands.export.folder_files.version", lambda name: "4.57.1")
-    with pytest.raises(UsageError, match=r"transformers 4\.57\.1 is too old: pip install 'lightning-tricks\[hf\]'"):
+    with pytest.raises(UsageError, match=r"transformers 4\.57\.1 is too old: pip install -e '.\[hf\]' in the clone"):
         export(path, tmp_path / "out")
     monkeypatch.setattr("lightning_tricks.commands.export.folder_files.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"are needed to check what is written: pip install 'lightning-tricks\[hf\]'"):
+    with pytest.raises(UsageError, match=r"are needed to check what is written: pip install -e '.\[hf\]' in the clone"):
         export(path, tmp_path / "out")
 
 

@@ -141,7 +141,7 @@ def test_what_llama_cpp_cannot_express_is_one_line_and_leaves_nothing(tmp_path, 
             export(path, tmp_path / "out", *options)
         assert "\n" not in str(refused.value)
     monkeypatch.setattr("lightning_tricks.commands.export.gguf_file.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"format=gguf: pip install 'lightning-tricks\[gguf\]'"):
+    with pytest.raises(UsageError, match=r"format=gguf: pip install -e '.\[gguf\]' in the clone"):
         export(good, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -254,7 +254,7 @@ def test_a_missing_library_is_one_line_with_the_command(tmp_path, monkeypatch, p
 
     monkeypatch.setattr(remote, "url_to_fs", missing)
     with pytest.raises(
-        UsageError, match=rf"^{protocol}://b/x.bin: Install .*; pip install 'lightning-tricks\[{extra}\]'$"
+        UsageError, match=rf"^{protocol}://b/x.bin: Install .*; pip install -e '.\[{extra}\]' in the clone$"
     ):
         opened(tmp_path, f"{protocol}://b/x.bin")
 

@@ -66,7 +66,7 @@ def test_without_scipy_an_interval_is_refused_and_single_runs_are_described(tmp_
     monkeypatch.setitem(sys.modules, "scipy.special", None)
     for kind in "ab":
         seeds_of(tmp_path, kind, [3.0, 3.1], lr={"a": 1e-3, "b": 3e-3}[kind])
-    with pytest.raises(UsageError, match=r"need scipy: pip install 'lightning-tricks\[compare\]'"):
+    with pytest.raises(UsageError, match=r"need scipy: pip install -e '.\[compare\]' in the clone"):
         compared(tmp_path / "a", tmp_path / "b")
     single = compared(tmp_path / "a" / "seed_0", tmp_path / "b" / "seed_1", seed_noise=0.1)
     assert single.verdict(1) == "no difference"
@@ -360,7 +360,7 @@ def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_ver
 def test_without_uniplot_the_tables_stay_and_a_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "uniplot", None)
     (line,) = draw_in_terminal(two(tmp_path), 80, True)
-    assert "pip install 'lightning-tricks[plot]'" in line
+    assert "pip install -e '.[plot]' in the clone" in line
 
 
 def test_the_page_is_whole_and_needs_no_other_file(tmp_path):

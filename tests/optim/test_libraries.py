@@ -215,7 +215,7 @@ def test_a_package_that_is_missing_is_one_line_with_the_command_that_installs_it
         chosen(line)
     package = next(package for package in NotInstalled.packages if package in line)
     assert str(error.value) == (
-        f"model.optimizer: {package} is not installed: pip install 'lightning-tricks[optimizers]'"
+        f"model.optimizer: {package} is not installed: pip install -e '.[optimizers]' in the clone"
     )
 
 

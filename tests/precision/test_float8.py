@@ -464,9 +464,9 @@ def test_nothing_to_convert_and_patterns_that_match_nothing(module, options, mes
 @pytest.mark.parametrize(
     ("found", "recipe", "message"),
     [
-        (None, "tensorwise", r"^plugins: Float8 needs torchao: pip install 'lightning_tricks\[fp8\]'$"),
+        (None, "tensorwise", r"^plugins: Float8 needs torchao: pip install -e '.\[fp8\]' in the clone$"),
         ("0.16.1", "rowwise", r"^plugins: Float8\(recipe='rowwise'\) needs torchao 0.17 or later, found 0.16.1: pip"),
-        ("0.17.0+cu128", "mxfp8", r"needs torchao 0.18 or later, found 0.17.0\+cu128: pip install -U"),
+        ("0.17.0+cu128", "mxfp8", r"needs torchao 0.18 or later, found 0.17.0\+cu128: pip install -U torchao"),
     ],
 )
 def test_torchao_missing_or_too_old(monkeypatch, found, recipe, message):
