@@ -11,14 +11,20 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.writable import check_file
+from lightning_tricks.logs.scalars import check_roles
 
 
 def add_answers(parser: ArgumentParser) -> None:
     """Add the options of `doctor` and `compare`."""
+    parser.add_argument("--html", metavar="FILE", help="write a page with tables and plots")
+    add_names(parser)
+
+
+def add_names(parser: ArgumentParser) -> None:
+    """Add the options of all commands on logs."""
     parser.add_argument(
         "--names", nargs="+", default=[], metavar="ROLE=NAME", help="of metrics, such as loss=my/loss val_loss=my/val"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with tables and plots")
     add_json(parser)
 
 
@@ -26,11 +32,12 @@ def names_of(command: str, options: Namespace) -> dict[str, str]:
     """The names of metrics by their roles.
 
     Raises:
-        UsageError: one is no `ROLE=NAME`.
+        UsageError: one is no `ROLE=NAME`, or there is no such role.
     """
     names = dict(word.partition("=")[::2] for word in options.names)
     if wrong := next((role for role, name in names.items() if not name), None):
         raise UsageError(f"{command}: names={wrong}: give ROLE=NAME, such as val_loss=my/val")
+    check_roles(names)
     return names
 
 

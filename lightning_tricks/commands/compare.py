@@ -137,15 +137,13 @@ def _where(row: Row) -> str:
 
 
 def _of_single_runs(found: Comparison, number: int, where: str) -> str:
-    """What may be said of one run each: which was lower, on which rows, and that other seeds may tell otherwise."""
-    row, a, b = found.row, found.groups[0].letter, found.groups[number].letter
-    difference = row.difference(number)
+    """What may be said of one run each: which was lower, and at how many points."""
+    difference, a, b = found.row.difference(number), found.groups[0].letter, found.groups[number].letter
     lower, count = found.lower_at(number)
-    which = f"{b} was {'lower' if difference < 0 else 'higher'} than {a} by {abs(difference):.4f} {where}"
-    if not difference:
-        which = f"{a} and {b} were equal {where}"
-    words = f", and {b} lower at {lower} of {count} points" if count else ""
-    return f"{which}{words}: one seed each cannot show that the settings made it"
+    less = "lower" if difference < 0 else "higher"
+    which = f"{less} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
+    words = f", and lower at {lower} of {count} points" if count else ""
+    return f"{b} is {which} {where}{words} (one seed each: no statement of significance)"
 
 
 def _of_one_group(found: Comparison) -> str:
@@ -189,6 +187,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     legend = (f'<span><i class="{html.color_class(n)}"></i>{html_text(name)}</span>' for n, name in enumerate(names))
     told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
     settings = settings_table(found)
+    axes = [axis for axis in found.known if axis in ("steps", "hours") or found.amount_of_step(axis) is None]
     classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
     parts = [
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
@@ -197,16 +196,17 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
         table.html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
         f'<p class="legend">{"".join(legend)}</p><div class="plots">',
-        *(_figure_over(found, axis) for axis in found.known),
+        *(_figure_over(found, axis) for axis in axes),
         "</div>",
     ]
     return html.page(f"compare: {len(found.runs)} runs, {len(found.groups)} group{'s' * (not alone)}", parts)
 
 
 def _figure_over(found: Comparison, axis: str) -> str:
-    caption, curves = f"{found.metric} over {axis_text(axis)}", run_curves(found, axis)
-    if axis not in ("steps", "hours") and (each := found.amount_of_step(axis)) is not None:
-        caption += f", {table.human(each)} a step in all runs"
+    curves = run_curves(found, axis)
+    caption = caption_of(found, axis, curves)
+    each = [f"{table.human(n)} {axis_text(one)}" for one in ("tokens", "flops") if (n := found.amount_of_step(one))]
+    caption += f"; in all runs a step is {', '.join(each)}" if each and axis == "steps" else ""
     return html.figure(html.plot(curves, ends_shown(curves), axis == "hours"), caption)
 
 
@@ -294,7 +294,15 @@ def ends_shown(curves: list[Curve]) -> tuple[float, float]:
     """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
     end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
     later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
-    return limits(np.concatenate([*later, *(curve.y[-1:] for curve in curves)]))
+    ends = [end for curve in curves if len(curve.y) for end in (curve.y[-1], curve.y.min())]
+    return limits(np.concatenate([*later, ends]))
+
+
+def caption_of(found: Comparison, axis: str, curves: list[Curve]) -> str:
+    """What a plot shows, and how high the points are that it does not."""
+    top = max((float(curve.y.max()) for curve in curves if len(curve.y)), default=-math.inf)
+    cut = f"; first values, up to {top:.4g}, are above the frame" if top > ends_shown(curves)[1] else ""
+    return f"{found.metric} over {axis_text(axis)}{cut}"
 
 
 def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str]:
@@ -327,7 +335,7 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
         )
     except UsageError as error:
         return [str(error)]
-    lines = [f"{found.metric} over {axis_text(axis)}", *lines]
+    lines = [caption_of(found, axis, curves), *lines]
     return lines if unicode else [line.translate(table.TO_ASCII) for line in lines]
 
 

@@ -1,7 +1,7 @@
 """`doctor`: what is wrong with a run, by its logs, with evidence, the likely cause and the remedy. Loads no torch."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,32 @@ from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
+from lightning_tricks.logs.loss_symptoms import MIN_VALIDATIONS
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
-from lightning_tricks.logs.run import find_run
+from lightning_tricks.logs.run import find_run, last_written, run_folders
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
-from lightning_tricks.logs.symptoms import TELLING, findings
+from lightning_tricks.logs.symptoms import ADVERSARIAL, OF_ONE_LOSS, TELLING, findings
 
-NEEDED_BY = {  # what is not looked for where a metric is missing
-    "val_loss": "overfitting, validation leak",
-    "grad_norm": "the clip",
-    "lr": "the learning rate at its peak",
-    "speed": "falling speed",
-    "data_share": "waits for data, which GoodputMonitor logs",
-}
+CHECKS = (  # in words, if its result is told; role and points that it needs; symptoms; section of docs/playbook.md
+    ("NaN", "loss", 1, "not_finite", "The loss is NaN"),
+    ("divergence", "loss", MIN_POINTS, "divergence early_spike", "The loss is high while the learning rate is"),
+    ("plateau", "loss", MIN_POINTS, "plateau", "The loss is flat from the start"),
+    ("spikes", "loss", 2 * MIN_POINTS, "spike spikes steps_skipped", "One spike"),
+    ("overfitting", "val_loss", MIN_VALIDATIONS, "overfitting", "Validation rises while training falls"),
+    ("label leak", "val_loss", MIN_VALIDATIONS, "train_gap", "Training is too good"),
+    ("validation leak", "val_loss", MIN_VALIDATIONS, "validation_leak", "Validation is too good"),
+    ("clip", "grad_norm", MIN_POINTS, "clip_pinned clip_unused gradients_add_up", "The norm is always above the clip"),
+    ("stall at peak rate", "lr", MIN_POINTS, "stalled_at_peak", "The loss is high while the learning rate is"),
+    ("speed", "speed", MIN_POINTS, "throughput_falls throughput_sawtooth throughput_zero", "Throughput falls"),
+    ("data waits (GoodputMonitor)", "data_share", MIN_POINTS, "loader_stalls", "The loader is too slow"),
+    ("", "loss", 0, "restore", "The loss jumps after a resume"), ("", "loss", 0, "low_mfu", "MFU is low"),
+    ("", "loss", 0, "scaler_collapse", "The loss scale falls"), ("", "loss", 0, "dead_units", "Units are dead"),
+    ("", "loss", 0, "attention_logits activations_grow", "Attention logits grow"), ("", "loss", 0, "slow_rank", "One rank is slower"),
+)  # fmt: skip
+_LEGEND = """<p>The word behind a cause: established, the log shows it; supported, two signals agree; hypothesis, it is
+the usual one. In the plots, dashed lines are the steps of the finding and the clip, red bands NaN or infinity.</p>"""
 _STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
+_WIDE_SPAN, _OUTLIERS = 100.0, 0.05  # a logarithmic axis: largest over smallest value, but for slow first steps
 _LONGEST = 300  # characters of a printed line
 
 
@@ -55,17 +68,14 @@ class Report:
         log: of the run.
         found: the most severe and certain first.
         unread: a line for each file that could not be read.
+        among: number of runs of which it is the newest.
     """
 
     name: str
     log: RunLog
     found: list[Finding]
     unread: list[str]
-
-    @property
-    def is_sick(self) -> bool:
-        """Whether a finding is above a note."""
-        return any(finding.severity != "note" for finding in self.found)
+    among: int = 1
 
     @property
     def is_too_short(self) -> bool:
@@ -78,12 +88,15 @@ class Report:
             if len(series := self.log[role]):
                 figures.append(f"{word} {series.values[-1]:.4g}")
         yield f"{self.name}: {', '.join(figures)}"
+        if self.among > 1:
+            yield f"newest of {self.among} runs: for another one, give its folder"
         yield from (f"not read: {line}" for line in self.unread)
 
     def _end(self) -> Iterator[str]:
-        missing = [what for role, what in NEEDED_BY.items() if not len(self.log[role])]
-        if missing:
-            yield f"not looked for, as the log lacks it: {'; '.join(missing)}"
+        if good := list(self._good()):
+            yield f"checked and good: {', '.join(good)}"
+        if missing := [words for words, role, *_ in CHECKS if words and not len(self.log[role])]:
+            yield f"not looked for, as the log lacks it: {', '.join(missing)}"
         notes = sum(finding.severity == "note" for finding in self.found)
         above = len(self.found) - notes
         words = [f"{above} finding{'s' * (above != 1)}"] if above else []
@@ -93,27 +106,36 @@ class Report:
         words = words or ["no fault found"]
         yield "doctor: " + ", ".join([*words, *([f"{notes} note{'s' * (notes != 1)}"] if notes else [])])
 
-    @property
-    def _has_options(self) -> bool:
-        """Whether a command line with a Trainer ran it."""
-        return any(name.startswith("trainer.") for name in self.log.settings)
+    def _good(self) -> Iterator[str]:
+        """The checks that had the points that they need, and no finding."""
+        without = {finding.symptom for finding in self.found}
+        without |= {"clip_pinned"} if self._clip() is None else set()
+        without |= set(OF_ONE_LOSS) if any(map(ADVERSARIAL.search, self.log.metrics)) else set()
+        for words, role, points, symptoms, _ in CHECKS:
+            if words and len(self.log[role].finite()) >= points and without.isdisjoint(symptoms.split()):
+                yield words
+
+    def _clip(self) -> float | None:
+        """The norm to which gradients are clipped; None without one."""
+        logged = self.log["clip_norm"].values
+        limit = float(logged[-1]) if len(logged) else self.log.setting("trainer.gradient_clip_val")
+        by_value = self.log.setting("trainer.gradient_clip_algorithm") == "value"
+        return limit if isinstance(limit, int | float) and limit > 0 and not by_value else None
 
     def _rows(self, finding: Finding) -> list[tuple[str, str]]:
+        has_options = any(name.startswith("trainer.") for name in self.log.settings)  # a command line ran it
         return [
             ("evidence", finding.evidence),
-            (f"cause ({finding.status})", finding.cause),
-            ("remedy", finding.remedy if self._has_options else in_words(finding.remedy)),
+            (f"cause ({finding.certainty})", finding.cause),
+            ("remedy", finding.remedy if has_options else in_words(finding.remedy)),
         ]
-
-    @staticmethod
-    def _title(finding: Finding) -> str:
-        return f"{finding.severity}: {finding.symptom.replace('_', ' ')}"
 
     def text(self, columns: int = sys.maxsize) -> str:
         """The report for a terminal of so many columns."""
         head, *lines = map(printable, self._head())
         for number, finding in enumerate(self.found, 1):
-            lines.append(f"{number}. {colored(self._title(finding), _STYLES[finding.severity])}")
+            title = f"{finding.severity}: {finding.symptom.replace('_', ' ')}"
+            lines.append(f"{number}. {colored(title, _STYLES[finding.severity])}")
             lines += [printable(f"   {name}: {text}") for name, text in self._rows(finding)]
         return wrapped("\n".join([colored(head, "bold"), *lines, *map(printable, self._end())]), columns, 5)
 
@@ -124,54 +146,55 @@ class Report:
             "steps": self.log.steps(),
             "too_short_to_judge": self.is_too_short,
             "findings": [{**asdict(finding), "score": round(finding.score, 2)} for finding in self.found],
-            "not_in_the_log": [role for role in NEEDED_BY if not len(self.log[role])],
+            "not_in_the_log": list(dict.fromkeys(role for _, role, *_ in CHECKS if not len(self.log[role]))),
             "not_read": self.unread,
         }
 
     def html(self) -> str:
         """One page, with a plot of each metric of a finding."""
-        head, *unread = self._head()
-        *missing, verdict = self._end()
-        curves = self._curves()
+        head, *lines = self._head()
+        *checked, verdict = self._end()
+        shown = {name for finding in self.found for name in finding.metrics}
+        names = (self.log.names.get(role) for role in ("loss", "val_loss", "grad_norm", "lr"))
+        curves = self._plots([name for name in names if name and name not in shown])
         return page(
             head,
             [
                 f'<p class="verdict">{html_text(verdict)}</p>',
-                *(f"<p>{html_text(line)}</p>" for line in unread),
+                *(f"<p>{html_text(line)}</p>" for line in [*lines, *checked]),
+                *([_LEGEND] * bool(self.found)),
                 *map(self._section, self.found),
-                *(
-                    ["<p>In each plot: dashed, the steps of the finding; a red band, no finite value.</p>"]
-                    * bool(self.found)
-                ),
-                *([f'<section><h2>Curves</h2><div class="plots">{curves}</div></section>'] * bool(curves)),
-                *(f"<p>{html_text(line)}</p>" for line in missing),
+                *([f"<section><h2>Curves</h2>{curves}</section>"] * bool(curves)),
             ],
         )
 
-    def _curves(self) -> str:
-        """The main metrics that no finding shows."""
-        shown = {name for finding in self.found for name in finding.metrics}
-        names = [name for role in ("loss", "val_loss", "grad_norm", "lr") if (name := self.log.names.get(role))]
-        return "".join(figure(plot_of(self.log.metrics[name], name), name) for name in names if name not in shown)
+    def _plots(self, names: Iterable[str], steps: Sequence[float] = ()) -> str:
+        norm, logged = self.log.names.get("grad_norm"), self.log.metrics
+        levels = {name: self._clip() if name == norm else None for name in names if name in logged}
+        drawn = "".join(plot_of(logged[name], name, steps, level) for name, level in levels.items())
+        return f'<div class="plots">{drawn}</div>' if drawn else ""
 
     def _section(self, finding: Finding) -> str:
-        rows = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in self._rows(finding))
-        plots = "".join(
-            figure(plot_of(self.log.metrics[name], name, finding.steps), name)
-            for name in finding.metrics
-            if name in self.log.metrics
-        )
-        title = html_text(self._title(finding))
-        return f'<section><h2>{title}</h2><dl>{rows}</dl><div class="plots">{plots}</div></section>'
+        rows = self._rows(finding)
+        if section := next((check[-1] for check in CHECKS if finding.symptom in check[3].split()), None):
+            rows.append(("playbook", f"“{section}” in docs/playbook.md of the repository"))
+        told = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in rows)
+        head = f"<h2><b>{finding.severity}</b>: {finding.symptom.replace('_', ' ')}</h2><dl>{told}</dl>"
+        return f'<section class="{finding.severity}">{head}{self._plots(finding.metrics, finding.steps)}</section>'
 
 
-def plot_of(series: Series, name: str, marks: Sequence[float] = ()) -> str:
-    """A metric over steps, with lines at marked steps and bands where it is not finite; extremes stay."""
+def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float | None = None) -> str:
+    """A metric over steps, with lines at marked steps and the clip, and bands where it is not finite; extremes stay."""
     points, bad = thinned(series.finite()), ~np.isfinite(series.values)
     firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
     bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
-    curve = Curve(0, name, points.steps.astype(np.float64), points.values)
-    return plot([curve], limits(points.values), marks=marks, bands=bands)
+    values = points.values if clip is None else np.append(points.values, np.full(len(points), clip))
+    log = len(values) > 0 and values.min() > 0 and values.max() > _WIDE_SPAN * np.quantile(values, _OUTLIERS)
+    scale = np.log10 if log else np.asarray
+    curve = Curve(0, name, points.steps.astype(np.float64), scale(points.values))
+    level = None if clip is None else (f"clip {clip:.4g}", float(scale(clip)))
+    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=bool(log), level=level)
+    return figure(drawn, f"{name} over steps{', logarithmic' if log else ''}")
 
 
 def run(args: list[str]) -> None:
@@ -194,15 +217,16 @@ def run(args: list[str]) -> None:
     check_files("doctor", options)
     lines, folder = read_printed(options.stderr), Path(options.folder)
     try:
+        among = sum(last_written(one, "metrics.csv") > 0 for one in run_folders(folder, "doctor", []))
         folder = find_run(folder)
         log, unread = read_log(folder, names)
     except UsageError as error:
         if not lines:
             raise
-        log, unread = RunLog(), [str(error)]  # it has ended before its first log step
+        log, unread, among = RunLog(), [str(error)], 1  # it has ended before its first log step
     log.printed = lines
-    report = Report(str(folder), log, findings(log), unread)
+    report = Report(str(folder), log, findings(log), unread, among)
     forms = {"html": report.html, "json": lambda: json_text(report.record())}
     write_answers(options, lambda: report.text(terminal_columns(sys.maxsize)), **forms)
-    if report.is_sick:
+    if any(finding.severity != "note" for finding in report.found):
         sys.exit(1)

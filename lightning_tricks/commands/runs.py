@@ -12,7 +12,7 @@ from lightning_tricks._core.quote import printable, say
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks._core.terminal import terminal_columns, width, wrapped
 from lightning_tricks.commands import CommandParser
-from lightning_tricks.commands.answers import add_json, check_files, json_text, write_answers
+from lightning_tricks.commands.answers import add_names, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs.run import COLUMNS, Run, differing, find_runs
 from lightning_tricks.logs.table import lines_of, setting_text, shortened
 
@@ -142,13 +142,11 @@ def run(args: list[str]) -> None:
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--sort", default="best_val_loss", metavar="COLUMN", help="default: %(default)s")
     parser.add_argument("--descending", action="store_true", help="the largest value first")
-    parser.add_argument(
-        "--val_loss", metavar="NAME", help="name of the validation loss; default: val/loss, or val_loss"
-    )
-    add_json(parser)
+    add_names(parser)
     options = parser.parse_args(args)
+    names = names_of("runs", options)
     check_files("runs", options)
-    table = Table(find_runs(Path(options.folder), options.val_loss)).sorted_by(options.sort, options.descending)
+    table = Table(find_runs(Path(options.folder), names)).sorted_by(options.sort, options.descending)
     write_answers(options, lambda: table.text(terminal_columns(sys.maxsize)), json=lambda: json_text(table.records()))
     for one in table.runs:
         for line in one.unread:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.logs.run import Run, find_runs
 from lightning_tricks.logs.run_log import Floats, Ints, RunLog, Series, read_log
-from lightning_tricks.logs.scalars import check_roles
 
 AXES: Mapping[str, str] = {  # and what a log needs for them
     "steps": "",
@@ -179,14 +178,13 @@ def read_runs(arguments: Sequence[str], names: Mapping[str, str]) -> tuple[list[
         UsageError: no such folder, no run in it, a run that is named twice, fewer than two runs with a log, or no log
             of the first folder, with which the others are compared.
     """
-    check_roles(names)
     found: list[ComparedRun] = []
     lines: list[str] = []
     errors: list[UsageError] = []
     by_place: dict[Path, str] = {}
     for number, argument in enumerate(arguments):
         before = len(found)
-        for run in find_runs(Path(argument), names.get("val_loss"), "compare", all_metrics=True):
+        for run in find_runs(Path(argument), names, "compare", all_metrics=True):
             folder = run.folder
             if (place := folder.resolve()) in by_place:
                 again = f"{folder} is {by_place[place]}" if str(folder) != by_place[place] else str(folder)

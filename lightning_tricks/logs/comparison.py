@@ -19,6 +19,7 @@ from lightning_tricks.logs.compared_run import (
     Group,
     axis_text,
     groups_of,
+    is_seed,
     outcome_of,
     value_at,
 )
@@ -200,10 +201,12 @@ class Comparison:
         return "better" if interval.difference < 0 else "worse"
 
     def settings(self) -> dict[str, list[str]]:
-        """The settings that differ, by short names, and each group's values as text."""
+        """The settings that differ, by short names, and each group's values as text; no seeds that all groups have."""
         found = {}
         for short, name in differing([run.run for run in self.runs]).items():
             values = [[run.run.settings.get(name) for run in group.runs] for group in self.groups]
+            if is_seed(name) and len(values) > 1 and all(set(one) == set(values[0]) for one in values):
+                continue
             texts = [["-" if one is None else setting_text(one) for one in of_group] for of_group in values]
             found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found

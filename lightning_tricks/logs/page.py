@@ -10,21 +10,10 @@ from lightning_tricks._core.quote import html_text
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.table import human
 
-LIGHT = {
-    "ink": "#1f2328",
-    "faint": "#d1d9e0",
-    "paper": "#ffffff",
-    "lines": ["#0969da", "#bc4c00", "#1a7f37", "#bf3989", "#8250df", "#9a6700"],
-}
-DARK = {
-    "ink": "#e6edf3",
-    "faint": "#3d444d",
-    "paper": "#0d1117",
-    "lines": ["#58a6ff", "#f0883e", "#3fb950", "#f778ba", "#bc8cff", "#d29922"],
-}
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 56, 18, 34  # of a plot, and of its numbers around it
-_TICKS = 5
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 18, 34  # of a plot, and of its numbers around it
+_TICKS, _COLORS = 5, 6
 _MOST_POINTS = 800  # of a curve
+_FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
 _MARGIN = 0.06  # of the height of a plot, above and below
 
@@ -73,6 +62,8 @@ def plot(
     small: bool = False,
     marks: Sequence[float] = (),
     bands: Sequence[tuple[float, float]] = (),
+    log: bool = False,
+    level: tuple[str, float] | None = None,
 ) -> str:
     """Curves as an inline SVG with numbers at both axes.
 
@@ -82,6 +73,8 @@ def plot(
         small: whether amounts are small, such as hours, and not counts.
         marks: amounts at which a vertical line stands.
         bands: first and last amounts at which a value is not finite.
+        log: whether the values are logarithms, to base 10.
+        level: name and value of a horizontal line.
     """
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
@@ -97,10 +90,12 @@ def plot(
         return tall - (min(value, high + (high - low)) - low) / (high - low) * tall
 
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
-    for tick in ticks(low, high):
-        y = y_of(tick)
+    parts.append(f'<rect class="frame" x="{_LEFT}" width="{wide}" height="{tall}"/>')
+    value_at = (lambda y: 10.0**y) if log else float
+    for tick in (tick for tick in ticks(low, high) if not log or tick == round(tick)):
+        y, shown = y_of(tick), f"{value_at(tick):.5g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.5g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     for tick in ticks(0.0, end):
         shown = f"{tick:.3g}" if small or not tick else human(tick)
         parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{shown}</text>')
@@ -112,9 +107,15 @@ def plot(
     for mark in (x_of(mark) for mark in marks if mark <= end):
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
     for curve in curves:
-        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True))
-        name = html_text(f"{curve.label}: {curve.y[-1]:.4g} at the end")
-        parts.append(f'<polyline class="{color_class(curve.group)}" points="{points}"><title>{name}</title></polyline>')
+        points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True)]
+        name, color = html_text(f"{curve.label}: {value_at(curve.y[-1]):.4g} at the end"), color_class(curve.group)
+        parts.append(f'<polyline class="{color}" points="{" ".join(points)}"><title>{name}</title></polyline>')
+        if len(points) <= _FEW_POINTS:
+            parts.append(f'<path class="{color}" d="{" ".join(f"M{point}h0" for point in points)}"/>')
+    if level is not None:
+        y = y_of(level[1])
+        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{y - 5:.1f}" text-anchor="end">{level[0]}</text>')
     return "".join([*parts, "</svg></svg>"])
 
 
@@ -141,47 +142,43 @@ def ticks(low: float, high: float) -> list[float]:
 
 def color_class(group: int) -> str:
     """The class of a group's color; after all colors they come again, dashed."""
-    count = len(LIGHT["lines"])
-    return f"g{group % count}" + (" dashed" if group // count % 2 else "")
+    return f"g{group % _COLORS}" + (" dashed" if group // _COLORS % 2 else "")
 
 
 def page(title: str, parts: Iterable[str]) -> str:
     """The page, of parts that are HTML."""
-    strokes = "\n".join(
-        f".g{number} {{ stroke: var(--c{number}); }} i.g{number} {{ background: var(--c{number}); }}"
-        for number in range(len(LIGHT["lines"]))
-    )
-    return _PAGE.format(
-        title=html_text(title), light=_colors(LIGHT), dark=_colors(DARK), strokes=strokes, parts="\n".join(parts)
-    )
-
-
-def _colors(look: dict) -> str:
-    lines = " ".join(f"--c{number}: {color};" for number, color in enumerate(look["lines"]))
-    return f"--ink: {look['ink']}; --faint: {look['faint']}; --paper: {look['paper']}; {lines}"
+    return _PAGE.format(title=html_text(title), parts="\n".join(parts))
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>
-:root {{ color-scheme: light dark; {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
+:root {{ color-scheme: light dark; --ink: #1f2328; --faint: #d1d9e0; --paper: #ffffff; --red: #cf222e; }}
+.g0, .note {{ --tone: #0969da; }} .g1 {{ --tone: #bc4c00; }} .g2 {{ --tone: #1a7f37; }} .g3 {{ --tone: #bf3989; }}
+.g4 {{ --tone: #8250df; }} .g5, .warning {{ --tone: #9a6700; }} .error {{ --tone: var(--red); }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6edf3; --faint: #3d444d; --paper: #0d1117; --red: #ff7b72; }}
+  .g0, .note {{ --tone: #58a6ff; }} .g1 {{ --tone: #f0883e; }} .g2 {{ --tone: #3fb950; }} .g3 {{ --tone: #f778ba; }}
+  .g4 {{ --tone: #bc8cff; }} .g5, .warning {{ --tone: #d29922; }} }}
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
   background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.3rem; }} .verdict {{ font-weight: 600; }}
+h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.1rem; }} .verdict {{ font-weight: 600; }} h2 b {{ color: var(--tone); }}
+section[class] {{ border-left: 4px solid var(--tone); padding-left: .8rem; margin: 2rem 0; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; }}
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th:first-child {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
 dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem; }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
-figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; }}
-line {{ stroke: var(--faint); }} line.mark {{ stroke: #c62828; stroke-dasharray: 3 3; }}
-polyline {{ fill: none; stroke-width: 1.5; }} .dashed {{ stroke-dasharray: 5 3; }}
-{strokes}
-text {{ font-size: 11px; fill: currentColor; }} @media (max-width: 600px) {{ text {{ font-size: 14px; }} }}
-.bad {{ fill: #c62828; opacity: .2; }} .legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
-i {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
+.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
+figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; overflow: visible; }}
+svg svg {{ overflow: hidden; }} line {{ stroke: var(--faint); }} .mark {{ stroke: var(--red); stroke-dasharray: 3 3; }}
+polyline {{ fill: none; stroke: var(--tone); stroke-width: 1.5; vector-effect: non-scaling-stroke; }}
+path {{ stroke: var(--tone); stroke-width: 6; stroke-linecap: round; }} .dashed {{ stroke-dasharray: 5 3; }}
+.frame {{ fill: none; stroke: var(--faint); }}
+text {{ font-size: 11px; fill: currentColor; }}
+@media (max-width: 600px) {{ text {{ font-size: 16px; }} th, td {{ font-size: 13px; padding-right: .5rem; }}
+  tbody th:not(:has(i)), td {{ white-space: normal; overflow-wrap: normal; }} }}
+.bad {{ fill: var(--red); opacity: .2; }} .legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
+i {{ background: var(--tone); display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
   border-radius: 2px; vertical-align: -1px; }}
 </style></head><body><h1>{title}</h1>
 {parts}

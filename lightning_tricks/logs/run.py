@@ -18,14 +18,16 @@ from lightning_tricks._core.foreign_files import read_settings, why
 from lightning_tricks.logs.scalars import ROLES, Scalars, event_files, read_scalars
 
 BITS = "val/bits_per_byte"
-_VAL_LOSSES, _TRAIN_LOSSES = ROLES["val_loss"], ROLES["loss"]
 _GOODPUT, _SECONDS, _MFU, _BATCH = "goodput/steps", "goodput/wall_seconds", "throughput/mfu", "train/batch_tokens"
-_WANTED = frozenset({BITS, _GOODPUT, _SECONDS, _MFU, _BATCH, *_VAL_LOSSES, *_TRAIN_LOSSES})
+_WANTED = frozenset({BITS, _GOODPUT, _SECONDS, _MFU, _BATCH, *ROLES["val_loss"], *ROLES["loss"]})
 _OF_A_SOURCE = re.compile(r"sources/(.+)/(val_loss|bits_per_byte)")
 ACTIVE_SECONDS = 600.0  # since the last write to a log, after which a run that has not ended counts as stopped
 _SETTINGS = ("config.yaml", "hparams.yaml")
-# Settings that name the run or its place, and not how it trains.
-_PLACES = ("trainer.logger", "trainer.default_root_dir", "ckpt_path", "resume", "config", "weights_only")
+# Settings that name the run or its place, or are options of `validate`, and not how it trains.
+_NO_SETTINGS = re.compile(
+    r"trainer\.(logger|default_root_dir)|ckpt_path|resume|config|weights_only|(json|text|verbose)$"
+)
+Names = Mapping[str, str]  # of metrics, by their roles in `ROLES`
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,19 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(
-    folder: Path, name: str = "", val_loss: str | None = None, now: float | None = None, all_metrics: bool = False
+    folder: Path, name: str = "", names: Names | None = None, now: float | None = None, all_metrics: bool = False
 ) -> Run:
     """The run in a folder.
 
     Args:
         folder: of the run.
         name: for the result.
-        val_loss: name of the validation loss; None: the first of the usual ones that was logged.
+        names: of the losses by their roles; without, the first of the usual ones that was logged.
         now: seconds since 1970; None for the present.
         all_metrics: whether `scalars` is to have all metrics.
     """
-    losses = _VAL_LOSSES if val_loss is None else (val_loss,)
-    scalars = read_scalars(folder, None if all_metrics else _Wanted(_WANTED.union(losses)))
+    losses, training = ((names[role],) if names and role in names else ROLES[role] for role in ("val_loss", "loss"))
+    scalars = read_scalars(folder, None if all_metrics else _Wanted(_WANTED.union(losses, training)))
     document, unread = settings_of(folder)
     saved = _saved_steps(folder)
     steps = max((each for each in (scalars.steps, saved) if each is not None), default=None)
@@ -106,7 +108,7 @@ def read_run(
     seconds = _seconds(scalars)
     return Run(
         name=name or folder.name,
-        state=_state(folder, scalars, steps, document, time.time() if now is None else now),
+        state=_state(folder, scalars, training, steps, document, time.time() if now is None else now),
         steps=steps,
         val_loss=scalars.metrics[next(each for each in losses if each in scalars.metrics)].values[-1] if loss else None,
         best_val_loss=None if best is None else loss[best],
@@ -118,7 +120,7 @@ def read_run(
         hours=seconds / 3600 if seconds is not None else None,
         goodput=scalars.last(_GOODPUT),
         mfu=scalars.last(_MFU),
-        settings={key: value for key, value in flat(document).items() if not key.startswith(_PLACES)},
+        settings={key: value for key, value in flat(document).items() if not _NO_SETTINGS.match(key)},
         unread=(*scalars.facts.unread, *unread),
         folder=folder,
         scalars=scalars,
@@ -175,12 +177,12 @@ def run_folders(folder: Path, command: str, unreadable: list[tuple[str, str]]) -
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
 
 
-def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs", all_metrics: bool = False) -> list[Run]:
+def find_runs(folder: Path, names: Names | None = None, command: str = "runs", all_metrics: bool = False) -> list[Run]:
     """The runs in a folder and below it, named by their paths from there.
 
     Args:
         folder: of runs, or of one run.
-        val_loss: see `read_run`.
+        names: see `read_run`.
         command: that asks, for its error lines.
         all_metrics: see `read_run`.
 
@@ -193,7 +195,7 @@ def find_runs(folder: Path, val_loss: str | None = None, command: str = "runs", 
         return str(path.relative_to(folder)) if path != folder else folder.name
 
     found = [
-        read_run(path, name_of(path), val_loss, all_metrics=all_metrics)
+        read_run(path, name_of(path), names, all_metrics=all_metrics)
         for path in run_folders(folder, command, unreadable)
     ]
     found += [
@@ -227,11 +229,10 @@ def _seconds(scalars: Scalars) -> float | None:
     return None if first is None or last is None else max(last - first, 0.0)
 
 
-def _state(folder: Path, scalars: Scalars, steps: int | None, document: Any, now: float) -> str:
+def _state(folder: Path, scalars: Scalars, losses: Sequence[str], steps: int | None, document: Any, now: float) -> str:
     if not steps:
         return "empty"
-    losses = (scalars.last(name) for name in _TRAIN_LOSSES)
-    if any(loss is not None and not math.isfinite(loss) for loss in losses):
+    if any(loss is not None and not math.isfinite(loss) for loss in map(scalars.last, losses)):
         return "failed"
     planned = _at(document, "trainer", "max_steps")
     if scalars.facts.ended or (isinstance(planned, int) and 0 < planned <= steps):

@@ -49,7 +49,7 @@ def html_table(table: Sequence[Sequence[str]], classes: Sequence[str] = ()) -> s
         table: rows of cells, the first of heads.
         classes: of the swatches of color before the rows, if they have some.
     """
-    head, *rows = ([html_text(cell) for cell in row] for row in table)
+    head, *rows = ([html_text(cell).replace("± ", "±&nbsp;") for cell in row] for row in table)
     cells = "".join(f"<th>{cell}</th>" for cell in head)
     swatches = [f'<i class="{name}"></i>' for name in classes] or [""] * len(rows)
     body = "".join(

@@ -142,6 +142,6 @@ def test_compare_sees_a_learning_rate_three_times_as_high_and_rarely_a_differenc
     lines = {row["case"]: row["lines"][0] for row in result["cases"]}
     assert lines["two seeds of one recipe"].startswith("no difference that these seeds can show")
     assert lines["lr 0.001 and x 3, three seeds each"].startswith("B is better than A: val/loss 4.")
-    assert lines["lr 0.001 and x 3, one run each"].endswith("one seed each cannot show that the settings made it")
+    assert lines["lr 0.001 and x 3, one run each"].endswith("(one seed each: no statement of significance)")
     for row in result["false_positives"]:
         assert row["shown"] <= 0.05 * row["ways"]

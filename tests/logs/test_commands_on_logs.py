@@ -52,6 +52,8 @@ def made(tmp_path_factory):
         ("doctor {}/a --html -", "doctor: html=-: it is not written to standard output: name a file"),
         ("doctor {}/a --stderr {}/no.txt", r"stderr=.*no\.txt: No such file"),
         ("runs {}/empty", "there is no run below it"),
+        ("runs {}/a --names val_los=x", r"val_los=x; did you mean val_loss\?"),
+        ("runs {}/a --names val_loss", "runs: names=val_loss: give ROLE=NAME"),
         ("runs {} --sort step", r"sort=step; did you mean steps\?"),
         ("runs {} --json {}", "json=.*this is a folder"),
         ("compare {}/no", "compare: .*no: no such folder: give the folder in which a logger writes its runs"),

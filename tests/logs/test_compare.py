@@ -103,6 +103,7 @@ def test_runs_that_differ_in_seeds_alone_are_one_group(tmp_path):
     assert [group.n_seeds for group in found.groups] == [2, 1]
     assert found.settings()["lr"] == ["0.001", "0.003"]
     assert found.settings()["seed_everything"] == ["0, 1", "0"]
+    assert compared(tmp_path / "a").settings()["seed_everything"] == ["0, 1"]
     assert [len(group.runs) for group in compared(tmp_path / "a", tmp_path / "b", by="runs").groups] == [1, 1, 1]
 
 
@@ -140,6 +141,7 @@ def test_a_better_recipe_is_named_with_its_interval(tmp_path):
     seeds_of(tmp_path, "b", [2.80, 2.81, 2.79], lr=3e-3)
     found = compared(tmp_path / "a", tmp_path / "b")
     interval = found.row.intervals[1]
+    assert list(found.settings()) == ["lr"]  # both have the seeds 0, 1 and 2
     assert found.verdict(1) == "better"
     assert interval.difference == pytest.approx(-0.2)
     assert interval.half_width == pytest.approx(4.302652729749462 * 0.01 / math.sqrt(3))
@@ -189,8 +191,8 @@ def test_two_single_runs_are_described_and_no_more(tmp_path):
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "not known"
     assert verdicts(found) == [
-        "B was lower than A by 1.0000 at 40 steps, and B lower at 4 of 4 points: one seed each cannot show that "
-        "the settings made it"
+        "B is lower than A by 1.0000 at 40 steps, and lower at 4 of 4 points (one seed each: no statement of "
+        "significance)"
     ]
     assert "give --seed_noise" in text(found, [])
     given = compared(tmp_path / "a", tmp_path / "b", seed_noise=0.1)
@@ -366,8 +368,9 @@ def test_without_uniplot_the_tables_stay_and_a_line_says_so(tmp_path, monkeypatc
 def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
     found = two(tmp_path)
     written = page(found, ["left out: <c>"])
-    assert written.count("<polyline") == 6 * 3  # runs and axes: steps, tokens, hours
-    assert [written.count(f"<{tag}") for tag in ("figure>", "table", "script")] == [3, 3, 0]
+    assert written.count("<polyline") == 6 * 2  # runs and axes: steps, hours; tokens are in proportion to steps
+    assert "val/loss over steps; in all runs a step is 32 tokens<" in written
+    assert [written.count(f"<{tag}") for tag in ("figure>", "table", "script")] == [2, 3, 0]
     assert all(written.count(f"<{tag}") == written.count(f"</{tag}>") for tag in ("svg", "table", "polyline", "text"))
     assert "prefers-color-scheme: dark" in written
     assert "left out: &lt;c&gt;" in written
@@ -382,6 +385,11 @@ def test_a_plot_shows_the_end_of_the_curves_and_leaves_out_what_is_not_finite(tm
     assert curves[0].y.tolist() == [1000.0, 3.0, 2.0]
     assert ends_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5))
     assert "nan" not in plot(curves, ends_shown(curves))
+    assert "val/loss over steps; first values, up to 1000, are above the frame" in page(compared(tmp_path), [])
+    made(tmp_path / "low" / "a", {1: 1.0, 20: 3.0, 40: 2.0})
+    made(tmp_path / "low" / "b", {1: 3.0, 20: 3.0, 40: 2.5}, lr=3e-3)
+    assert ends_shown(run_curves(compared(tmp_path / "low"), "steps"))[0] < 1.0  # nothing is below the frame
+    assert "above the frame" not in page(compared(tmp_path / "low"), [])
 
 
 def test_runs_without_a_common_step_are_compared_at_their_ends(tmp_path):

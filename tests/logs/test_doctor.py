@@ -1,13 +1,19 @@
 """`doctor` says what is wrong with a run and what is missing in its log, and exits with 1 where a run is sick."""
 
+import contextlib
 import json
 import math
 import os
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from made_logs import losses, scalar, written
 
 from lightning_tricks import __main__ as door
+from lightning_tricks.commands.doctor import CHECKS
+from lightning_tricks.logs.finding import Finding
 from lightning_tricks.logs.run import find_run
 
 # ---- the command
@@ -29,9 +35,31 @@ def sick(folder):
 
 def test_a_healthy_run_ends_in_order_and_says_what_was_not_looked_for(tmp_path, capsys):
     door.run(["doctor", str(written(tmp_path, *losses(range(60))))])
-    *_, missing, last = capsys.readouterr().out.splitlines()
+    *_, good, missing, last = capsys.readouterr().out.splitlines()
     assert last == "doctor: no fault found"
-    assert missing.startswith("not looked for, as the log lacks it: overfitting, validation leak; the clip;")
+    assert good == "checked and good: NaN, divergence, plateau, speed"  # spikes need more than 60 points
+    assert missing.startswith("not looked for, as the log lacks it: overfitting, label leak, validation leak, clip,")
+
+
+def test_a_check_is_said_to_be_done_only_with_its_metrics_and_for_one_loss(tmp_path, capsys):
+    def good(folder, *events, clip=None):
+        written(folder, *events)
+        if clip is not None:
+            (folder / "config.yaml").write_text(f"trainer: {{gradient_clip_val: {clip}}}\n")
+        with contextlib.suppress(SystemExit):
+            door.run(["doctor", str(folder), "--html", str(folder / "page.html")])
+        start = "checked and good: "
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(start))
+        return line.removeprefix(start).split(", ")
+
+    norms = [scalar("train/grad_norm", step, 0.5 + step % 2 / 9, 1e9 + step) for step in range(60)]
+    assert "clip" not in good(tmp_path / "none", *losses(range(60)), *norms)
+    assert "clip" in good(tmp_path / "a", *losses(range(60)), *norms, clip=1.0)
+    assert ">clip 1</text>" in (tmp_path / "a" / "page.html").read_text()
+    assert "clip" not in good(tmp_path / "b", *losses(range(60)), *norms, clip=0.001)
+    assert good(tmp_path / "short", *losses(range(9))) == ["NaN"]
+    two = good(tmp_path / "two", *losses(range(60)), *losses(range(60), tag="d_loss"))
+    assert two == ["NaN", "speed"]
 
 
 def test_a_run_that_one_step_destroyed_is_found_and_a_script_gets_no_options(tmp_path, capsys):
@@ -76,7 +104,9 @@ def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_p
     assert [finding["symptom"] for finding in record["findings"]] == ["not_finite"]
     assert record["findings"][0]["score"] == 1.2
     page = (tmp_path / "a.html").read_text()
-    assert page.count("<section>") == page.count("<polyline") == 1
+    assert page.count("<section") == page.count("<polyline") == 1
+    assert '<section class="error"><h2><b>error</b>: not finite</h2>' in page
+    assert "“The loss is NaN” in docs/playbook.md" in page
     assert "train/loss is nan at step 31" in page
     assert "http" not in page  # it needs no other file
 
@@ -113,7 +143,7 @@ def test_names_of_another_project_can_be_given(tmp_path, capsys):
     assert "my/loss is nan at step 31" in capsys.readouterr().out
 
 
-def test_of_several_runs_the_newest_is_taken(tmp_path):
+def test_of_several_runs_the_newest_is_taken_and_it_is_said(tmp_path, capsys):
     old = written(tmp_path / "version_0", *losses(range(9)))
     new = written(tmp_path / "version_1", *losses(range(9)))
     os.utime(old / "events.out.tfevents.1.a", (1e9, 1e9))
@@ -123,3 +153,22 @@ def test_of_several_runs_the_newest_is_taken(tmp_path):
     os.utime(new / "events.out.tfevents.1.a", (1e9 + 1, 1e9 + 1))
     assert find_run(tmp_path) == new
     assert find_run(new / "plan") == new / "plan"  # as asked for
+    for folder, said in ((tmp_path, ["newest of 2 runs: for another one, give its folder"]), (new, [])):
+        door.run(["doctor", str(folder)])
+        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("newest")] == said
+
+
+def test_every_section_is_one_of_the_playbook_and_every_symptom_is_one_of_the_rules():
+    root = Path(__file__).resolve().parents[2]
+    headings = re.findall(r"^## (.*)$", (root / "docs/playbook.md").read_text(), re.MULTILINE)
+    assert {section for *_, section in CHECKS} <= set(headings)
+    rules = "".join(path.read_text() for path in (root / "lightning_tricks/logs").glob("*symptoms.py"))
+    assert [name for check in CHECKS for name in check[3].split() if f'"{name}"' not in rules] == []
+
+
+def test_of_several_causes_none_is_called_established():
+    finding = Finding("a", "error", "established", "", "the clip is low, or the data are broken", "")
+    assert finding.certainty == "one of several"
+    assert "Likely cause (one of several): the clip" in finding.line()
+    assert replace(finding, status="hypothesis").certainty == "hypothesis"
+    assert replace(finding, cause="zero or next to it").certainty == "established"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_tricks.commands.doctor import plot_of
-from lightning_tricks.logs.page import limits, page, plot, thinned, ticks
+from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned, ticks
 from lightning_tricks.logs.run_log import Series
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -24,7 +24,7 @@ def test_a_plot_keeps_the_extremes_and_marks_steps():
     assert drawn.count('class="mark"') == 1
     assert drawn.count("<polyline") == 1
     assert ">10k<" in plot_of(Series(np.arange(10_001), np.arange(10_001.0)), "loss")
-    assert plot_of(Series.of({}), "loss") == plot([], (0, 1)) == "<svg></svg>"
+    assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps")
 
 
 def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
@@ -32,11 +32,36 @@ def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
     values[[5, 6, 7, 50]], values[90:] = np.nan, np.inf
     drawn = plot_of(Series(np.arange(100), values), "loss")
     widths = [float(width) for width in re.findall(r'<rect class="bad" x="[\d.]+" width="([\d.]+)"', drawn)]
-    assert widths == [pytest.approx(9.8, abs=0.2), 2.0, pytest.approx(44.2, abs=0.3)]
+    assert widths == [pytest.approx(9.7, abs=0.2), 2.0, pytest.approx(43.8, abs=0.3)]
     assert 'class="bad"' not in plot_of(Series(np.arange(9), np.ones(9)), "loss")
     early = plot_of(Series(np.arange(100), np.where(np.arange(100) < 10, 1.0, np.nan)), "loss")
     assert ">80<" in early  # the axis goes on to the end of the run
-    assert plot_of(Series(np.arange(3), np.full(3, np.nan)), "loss") == "<svg></svg>"
+    assert "<svg></svg>" in plot_of(Series(np.arange(3), np.full(3, np.nan)), "loss")
+
+
+def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_caption_says_so():
+    def drawn(values, clip=None):
+        return plot_of(Series(np.arange(len(values)), np.array(values, dtype=float)), "norm", clip=clip)
+
+    wide = drawn([1.0, 10.0, 100.0, 1000.0] * 10)
+    assert "norm over steps, logarithmic<" in wide
+    assert re.findall(r'text-anchor="end">([^<]*)<', wide) == ["1", "10", "100", "1000"]
+    heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", re.search('points="([^"]*)"', wide)[1])[:4]]
+    assert np.diff(heights) == pytest.approx([heights[1] - heights[0]] * 3, abs=0.2)
+    assert "norm: 1000 at the end" in wide
+    for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [1e-9] + [1.0] * 39):
+        assert "logarithmic" not in drawn(values)
+    clipped = drawn([1.0, 2.0] * 20, 0.001)
+    assert "logarithmic" in clipped
+    assert ">clip 0.001</text>" in clipped
+    assert ">clip 1</text>" in drawn([1.0, 2.0] * 20, 1)
+
+
+def test_the_points_of_a_short_curve_are_dots():
+    def dots(n):
+        return plot([Curve(0, "a", np.arange(float(n)), np.ones(n))], (0, 2)).count("h0")
+
+    assert [dots(1), dots(12), dots(13)] == [1, 12, 0]
 
 
 @pytest.mark.long

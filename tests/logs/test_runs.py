@@ -306,10 +306,20 @@ def test_what_validate_writes_beside_the_runs_is_no_run(tmp_path):
     assert len(find_runs(tmp_path)) == 2
 
 
-def test_another_projects_names_are_found_or_can_be_given(tmp_path):
+def test_another_projects_names_are_found_or_can_be_given(tmp_path, capsys):
     folder = written(tmp_path, "step,val_loss,my_score\n9,2.0,7.0\n", None)
     assert read_run(folder).best_val_loss == 2.0
-    assert read_run(folder, val_loss="my_score").best_val_loss == 7.0
+    assert read_run(folder, names={"val_loss": "my_score"}).best_val_loss == 7.0
+    written(tmp_path / "b", "step,val_loss,my_loss\n9,2.0,nan\n", None)
+    assert [read_run(tmp_path / "b", names=names).state for names in ({}, {"loss": "my_loss"})] == ["active", "failed"]
+    door.run(["runs", str(tmp_path / "b"), "--names", "val_loss=my_score", "loss=my_loss"])
+    assert re.search(r"^b +failed +10$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_options_of_validate_are_no_settings(tmp_path):
+    written(tmp_path, None, None)
+    (tmp_path / "hparams.yaml").write_text("json: a.json\ntext: b.txt\nverbose: true\ntext_field: text\nresume: auto\n")
+    assert read_run(tmp_path).settings == {"text_field": "text"}
 
 
 def test_a_run_that_cannot_be_read_is_a_row_and_a_line_and_the_others_stand(three, capsys, monkeypatch):
