@@ -34,7 +34,8 @@ CHECKS = (  # in words, if its result is told; role and points that it needs; sy
     ("data waits (GoodputMonitor)", "data_share", MIN_POINTS, "loader_stalls", "The loader is too slow"),
     ("", "loss", 0, "restore", "The loss jumps after a resume"), ("", "loss", 0, "low_mfu", "MFU is low"),
     ("", "loss", 0, "scaler_collapse", "The loss scale falls"), ("", "loss", 0, "dead_units", "Units are dead"),
-    ("", "loss", 0, "attention_logits activations_grow", "Attention logits grow"), ("", "loss", 0, "slow_rank", "One rank is slower"),
+    ("", "loss", 0, "attention_logits activations_grow", "Attention logits grow"),
+    ("", "loss", 0, "slow_rank", "One rank is slower"),
 )  # fmt: skip
 _LEGEND = """<p>The word behind a cause: established, the log shows it; supported, two signals agree; hypothesis, it is
 the usual one. In the plots, dashed lines are the steps of the finding and the clip, red bands NaN or infinity.</p>"""
