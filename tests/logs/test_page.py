@@ -25,7 +25,7 @@ def test_a_plot_keeps_the_extremes_and_marks_steps():
     assert drawn.count('class="mark"') == 1
     assert drawn.count("<polyline") == 1
     assert ">10k<" in plot_of(Series(np.arange(10_001), np.arange(10_001.0)), "loss")
-    assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps")
+    assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps: no finite value")
 
 
 def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
