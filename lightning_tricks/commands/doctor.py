@@ -195,7 +195,7 @@ def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float 
     curve = Curve(0, name, points.steps.astype(np.float64), scale(points.values))
     level = None if clip is None else (f"clip {clip:.4g}", float(scale(clip)))
     drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=bool(log), level=level)
-    return figure(drawn, f"{name} over steps{', logarithmic' if log else ''}")
+    return figure(drawn, f"{name} over steps{', logarithmic' if log else '' if len(points) else ': no finite value'}")
 
 
 def run(args: list[str]) -> None:

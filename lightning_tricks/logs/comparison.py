@@ -205,10 +205,9 @@ class Comparison:
         found = {}
         for short, name in differing([run.run for run in self.runs]).items():
             values = [[run.run.settings.get(name) for run in group.runs] for group in self.groups]
-            if is_seed(name) and len(values) > 1 and all(set(one) == set(values[0]) for one in values):
-                continue
             texts = [["-" if one is None else setting_text(one) for one in of_group] for of_group in values]
-            found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
+            if not is_seed(name) or len(texts) == 1 or any(set(one) != set(texts[0]) for one in texts):
+                found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found
 
     def lower_at(self, number: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ _TICKS, _COLORS = 5, 6
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
-_MARGIN = 0.06  # of the height of a plot, above and below
+_MARGIN, _LARGEST = 0.06, 1e300  # of the height of a plot, above and below; a value whose double is finite
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def limits(values: Floats) -> tuple[float, float]:
     """The ends of an axis for these values, with a margin."""
     if not len(values):
         return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
+    low, high = max(float(values.min()), -_LARGEST), min(float(values.max()), _LARGEST)
     margin = _MARGIN * (high - low) or max(abs(low) * _MARGIN, 1e-6)
     return low - margin, high + margin
 
@@ -91,7 +91,7 @@ def plot(
 
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
     parts.append(f'<rect class="frame" x="{_LEFT}" width="{wide}" height="{tall}"/>')
-    value_at = (lambda y: 10.0**y) if log else float
+    value_at = (lambda y: 10.0 ** min(y, 308.0)) if log else float
     for tick in (tick for tick in ticks(low, high) if not log or tick == round(tick)):
         y, shown = y_of(tick), f"{value_at(tick):.5g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -374,6 +374,7 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
     assert all(written.count(f"<{tag}") == written.count(f"</{tag}>") for tag in ("svg", "table", "polyline", "text"))
     assert "prefers-color-scheme: dark" in written
     assert "left out: &lt;c&gt;" in written
+    assert "<td>-0.2000 ±&nbsp;0.0248</td>" in written
     assert not any(word in written for word in ("http", "src=", "url("))
     assert "B is better than A: val/loss 2.8000 against 3.0000" in written
 

@@ -9,6 +9,7 @@ import pytest
 from lightning_tricks.commands.doctor import plot_of
 from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned, ticks
 from lightning_tricks.logs.run_log import Series
+from lightning_tricks.logs.table import html_table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -24,7 +25,7 @@ def test_a_plot_keeps_the_extremes_and_marks_steps():
     assert drawn.count('class="mark"') == 1
     assert drawn.count("<polyline") == 1
     assert ">10k<" in plot_of(Series(np.arange(10_001), np.arange(10_001.0)), "loss")
-    assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps")
+    assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps: no finite value")
 
 
 def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
@@ -49,6 +50,7 @@ def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_capti
     heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", re.search('points="([^"]*)"', wide)[1])[:4]]
     assert np.diff(heights) == pytest.approx([heights[1] - heights[0]] * 3, abs=0.2)
     assert "norm: 1000 at the end" in wide
+    assert re.findall(r'text-anchor="end">([^<]*)<', drawn([1.0, 110.0] * 10)) == ["1", "10", "100"]  # no 3.1623
     for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [1e-9] + [1.0] * 39):
         assert "logarithmic" not in drawn(values)
     clipped = drawn([1.0, 2.0] * 20, 0.001)
@@ -68,8 +70,12 @@ def test_the_points_of_a_short_curve_are_dots():
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_the_page_is_not_wider_than_a_phone(tmp_path):
     long = "/runs/" + "a_very_long_folder_" * 6
+    rows = [
+        ["val/loss", "A", "B", "B - A"],
+        ["at 200 steps, 102k tokens, 9B FLOPs", "4.6", "4.0", "-0.6099 ± 0.0018"],
+    ]
     (tmp_path / "a.html").write_text(
-        page(f"{long}: 40 steps", [f"<p>{long}</p>", plot_of(Series(np.arange(9), np.ones(9)), long)])
+        page(f"{long}: 40 steps", [f"<p>{long}</p>", plot_of(Series(np.arange(9), np.ones(9)), long), html_table(rows)])
     )
     from playwright.sync_api import sync_playwright
 
@@ -78,6 +84,7 @@ def test_the_page_is_not_wider_than_a_phone(tmp_path):
         shown = browser.new_page(viewport={"width": 390, "height": 844})
         shown.goto((tmp_path / "a.html").as_uri())
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
+        assert shown.evaluate("document.querySelector('.wide').scrollWidth") <= 390 - 2 * 16  # no part to scroll to
 
 
 def test_ticks_are_round_and_limits_have_a_margin():
