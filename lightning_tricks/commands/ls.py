@@ -1,5 +1,6 @@
 """`ls`: list the recipes that come with the collection. Imports no torch."""
 
+import re
 import sys
 
 from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
@@ -8,13 +9,13 @@ from lightning_tricks.commands.answers import add_json, check_files, json_text, 
 
 
 def run(args: list[str]) -> None:
-    """Print one line for each recipe: its name and its title."""
+    """Print one line for each recipe, the smallest model first: its name and its title."""
     parser = CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.")
     add_json(parser)
     options = parser.parse_args(args)
     check_files("ls", options)
     titles = {}
-    for recipe in sorted(recipes_folder().glob("*.yaml")):
+    for recipe in sorted(recipes_folder().glob("*.yaml"), key=lambda recipe: _size(recipe.stem)):
         with recipe.open(encoding="utf-8") as file:
             titles[recipe.stem] = file.readline().lstrip("#").strip()
     width = max(map(len, titles)) + 2
@@ -23,3 +24,9 @@ def run(args: list[str]) -> None:
     write_answers(
         options, lambda: wrapped(lines, terminal_columns(sys.maxsize), width), json=lambda: json_text(records)
     )
+
+
+def _size(name: str) -> tuple[int, int]:
+    """Millions of parameters by a recipe's name, `8x7b` or `124m`, else 0; of one size, the shorter name first."""
+    found = re.search(r"(?:(\d+)x)?(\d+)([mb])", name)
+    return int(found[1] or 1) * int(found[2]) * (1000 if found[3] == "b" else 1) if found else 0, len(name)

@@ -95,6 +95,11 @@ def test_each_validation_prints_what_the_model_writes_and_shows_it_in_tensorboar
     assert shown[-1].tensor_proto.string_val[0].decode() == block
 
 
+def test_of_several_blank_lines_one_is_printed_and_the_indent_below_them_stays(capsys):
+    run(SampleText(["a\n\n \n\n  b\n\nc\nd"], max_new_tokens=1))
+    assert "sample 0\n    a\n    \n      b\n    \n    c\n    d" in capsys.readouterr().out
+
+
 def steps_of(text):
     return [int(step) for step in re.findall(r"^step (\d+)  sample 0", text, re.M)]
 
