@@ -117,8 +117,8 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     rank_zero_info(f"{option}: {relative_to_cwd(path)}, {kind} in {where}")
     if command == "fit" and record and 0 < trainer.max_steps <= record.step:
         rank_zero_info(
-            f"{option}: it is of step {record.step}, and the run ends at step {trainer.max_steps}: raise "
-            "--trainer.max_steps to go on, or start a new run with --ckpt_path none"
+            f"{option}: {relative_to_cwd(path)} is at step {record.step}, and --trainer.max_steps is "
+            f"{trainer.max_steps}: raise it above {record.step} to go on, or start a new run with --ckpt_path none"
         )
     return str(path)
 

@@ -121,8 +121,8 @@ class SampleText(pl.Callback):
         bar: Any = trainer.progress_bar_callback
         step = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""  # an evaluation counts no steps
         for number, (prompt, text) in enumerate(zip(self.prompts, texts, strict=False)):
-            lines = re.sub(r"\n(\s*\n){2,}", "\n\n", f"{prompt}{text}").splitlines()  # of empty lines, one
-            shown = "\n".join(f"    {printable(line)}" for line in lines)
+            text = re.sub(r"\n\s*\n", "\n\n", f"{prompt}{text}")  # early in training, models write many blank lines
+            shown = "\n".join(f"    {printable(line)}" for line in text.splitlines())
             (bar.print if bar is not None else print)(f"{step}sample {number}\n{shown}")
             loggers: list[Any] = [logger for logger in trainer.loggers if is_a(logger, "TensorBoardLogger")]
             for logger in loggers:

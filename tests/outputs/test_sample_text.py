@@ -95,6 +95,11 @@ def test_each_validation_prints_what_the_model_writes_and_shows_it_in_tensorboar
     assert shown[-1].tensor_proto.string_val[0].decode() == block
 
 
+def test_of_several_blank_lines_one_is_printed_and_the_indent_below_them_stays(capsys):
+    run(SampleText(["a\n\n \n\n  b\n\nc\nd"], max_new_tokens=1))
+    assert "sample 0\n    a\n    \n      b\n    \n    c\n    d" in capsys.readouterr().out
+
+
 def steps_of(text):
     return [int(step) for step in re.findall(r"^step (\d+)  sample 0", text, re.M)]
 
@@ -130,12 +135,6 @@ def test_a_resumed_run_and_a_second_fit_have_the_same_samples(tmp_path, capsys, 
     run(SampleText(max_new_tokens=2), On(on_validation_end=save), **options)
     run(SampleText(max_new_tokens=2), ckpt_path=tmp_path / "last.ckpt", **options)
     assert steps_of(capsys.readouterr().out) == straight[: len(straight) // 2]
-
-
-def test_of_several_empty_lines_one_is_shown(capsys):
-    sample = SampleText(["a\n\n\n  \nb\n\nc\nd"], max_new_tokens=1)
-    run(sample, max_steps=1, val_check_interval=1)
-    assert "    a\n    \n    b\n    \n    c\n    d" in capsys.readouterr().out
 
 
 def test_a_validation_alone_names_no_step(capsys):
