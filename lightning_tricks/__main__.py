@@ -13,17 +13,16 @@ import lightning_tricks
 from lightning_tricks._core.errors import UsageError, one_line_and_exit
 from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks._host.process import check_launcher_variables
-from lightning_tricks.commands import COMMANDS, find
+from lightning_tricks.commands import COMMANDS, GROUPS, find
 
 _HELP = """\
 usage: python -m lightning_tricks COMMAND --config RECIPE.yaml
            [--config MORE.yaml] [--key.subkey VALUE ...]
 
 Train and evaluate language models from YAML recipes, with PyTorch Lightning.
+COMMAND --help prints what a command takes.
 
 {commands}
-
-  COMMAND --help prints what a command takes.
 
 first run: python -m lightning_tricks cp tiny .
            python -m lightning_tricks fit --config tiny.yaml
@@ -31,10 +30,11 @@ first run: python -m lightning_tricks cp tiny .
 
 
 def help_text() -> str:
-    """All commands, each with its help."""
-    width, columns = max(map(len, COMMANDS)) + 4, terminal_columns(120)
-    lines = [wrapped(f"  {each.name}".ljust(width) + each.help, columns, width) for each in COMMANDS.values()]
-    return _HELP.format(commands="\n".join(lines))
+    """All commands by their use, each with its help."""
+    width = max(map(len, COMMANDS)) + 4
+    rows = {use: [f"  {each.name}".ljust(width) + each.help for each in group] for use, group in GROUPS.items()}
+    text = _HELP.format(commands="\n".join("\n".join([f"{use}:", *rows[use]]) for use in rows))
+    return wrapped(text, terminal_columns(120), width)
 
 
 def run(args: list[str]) -> None:

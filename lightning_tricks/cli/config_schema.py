@@ -48,7 +48,7 @@ def run(args: list[str]) -> None:
     )
     options.add_argument("--json", metavar="FILE", default="-", help="default: standard output")
     file = options.parse_args(args).json
-    with check_json("config-schema", file):
+    with check_json("config-schema", file), check_json("config-schema", "-"):  # DeepSpeed prints where it is imported
         schema = _RecipeSchema().generate(_ParserOnly(args=["fit"]).parser)
     del schema["required"]  # a recipe may have several files
     settings = schema["properties"]

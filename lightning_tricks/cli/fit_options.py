@@ -18,29 +18,13 @@ _LARGEST_SEED = 2**32 - 1  # numpy's
 
 # Type, default and help of each.
 FIT_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "resume": (
-        Literal["auto", "none"] | None,
-        "none",
-        "fit: auto resumes from the newest complete checkpoint of the recipe, or starts if there is none; none "
-        "starts a new run. --ckpt_path wins over it.",
-    ),
-    "total_tokens": (
-        float | None,
-        None,
-        "fit: number of tokens to train on, such as 2e9, in place of trainer.max_steps; of all processes and resumes.",
-    ),
-    "init_from": (
-        str | None,
-        None,
-        "fit: start a new run from the weights of this checkpoint, file of weights or folder of shards alone.",
-    ),
-    "elastic": (
-        bool,
-        False,
-        "fit: under torchrun, train on the processes that it has started, and on the rows a step of the recipe's "
-        "num_nodes x devices, with more or fewer micro-batches on each. Needs --resume auto.",
-    ),
-}
+    "resume": (Literal["auto", "none"] | None, "none", "fit: auto resumes from the newest complete checkpoint of the "
+               "recipe, or starts if there is none; none starts a new run. --ckpt_path wins over it."),
+    "total_tokens": (float | None, None, "fit: tokens to train on in all, such as 2e9, in place of trainer.max_steps"),
+    "init_from": (str | None, None, "fit: start a new run from the weights alone of this checkpoint, file or folder"),
+    "elastic": (bool, False, "fit: under torchrun, train on the processes that it has started, and on the rows a step "
+                "of the recipe's num_nodes x devices, with more or fewer micro-batches on each. Needs --resume auto."),
+}  # fmt: skip
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -1,21 +1,20 @@
-"""`--help` of a command on a recipe: its own options, then those of the recipe by use, each in one line.
+"""`--help` of a command on a recipe: its own options; for `fit` then those of the recipe by use, in a sentence each.
 
 `--help all` is jsonargparse's list. `--PLACE.help [CLASS]` has all options of one class; without CLASS, the recipe's.
 """
 
 import argparse
 import inspect
+import json
 import pkgutil
 import re
-import textwrap
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonargparse._typehints as typehints
 import torch
 from jsonargparse import Namespace
-from jsonargparse._actions import _ActionConfigLoad, remove_actions
-from jsonargparse._parameter_resolvers import get_signature_parameters
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.suggest import did_you_mean
@@ -23,6 +22,7 @@ from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.cli.fit_options import FIT_OPTIONS
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.language_model import LanguageModel
+from lightning_tricks.mixins._plain_settings import subclasses
 from lightning_tricks.models import Llama
 from lightning_tricks.schedules import WarmupCosine
 
@@ -30,12 +30,17 @@ from lightning_tricks.schedules import WarmupCosine
 _USUAL = {"data": TextData, "model": LanguageModel, "model.decoder": Llama, "model.optimizer": torch.optim.AdamW,
           "model.schedule": WarmupCosine}  # fmt: skip
 _SHOWN = {"data": 9, "model": 6, "model.decoder": 8, "trainer": 10}  # least number of options, else 4
+_OF_TENSORS = r"  --\S+\.help \S+\s+Show[\w\s]+Tensor\s+and\s+exit\.\n|,\s+known\s+subclasses:\s+torch\.Tensor[^)]*"
+_LISTS = ("trainer.callbacks", "trainer.plugins", "model.param_rules")
 _TRAINER = ("max_steps", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches",
             "gradient_clip_val", "val_check_interval", "log_every_n_steps", "callbacks")  # fmt: skip
 _TEXTS = {
     "ckpt_path": "the checkpoint to start from: a file, a folder or last",
     "weights_only": "true: take tensors from the checkpoint, and no other objects",
+    "config": "the recipe; of several, a later one overrides an earlier one",
+    "seed_everything": "seed of the first weights; true chooses one",
     "trainer.strategy": "such as ddp or FSDP2Strategy",
+    "trainer.precision": "such as bf16-mixed or 32-true",
     "trainer.callbacks": "+=X adds one, -=X removes one",
 }
 
@@ -49,12 +54,11 @@ class HelpAction(argparse._HelpAction):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print it, with the settings of the words before it, and exit."""
-        if values not in (None, "all"):
-            print(_class_help(parser, namespace, *values.split(":")))
-        elif values or not any(action.dest == "model" for action in parser._actions):
+        if values == "all" or (values is None and "model" not in _options(parser)):
             parser.print_help()
         else:
-            print("\n".join(_main_options(parser, namespace)))
+            lines = _class_help(parser, namespace, *values.split(":")) if values else _main_options(parser, namespace)
+            print(wrapped("\n".join(lines), terminal_columns(120), 2))
         parser.exit()
 
 
@@ -76,80 +80,97 @@ def help_last(args: Sequence[str]) -> list[str]:
     return list(args)
 
 
-def _options(cls: Any) -> dict[str, Any]:
-    """The parameters of a class by name; not those that an optimizer gets."""
-    return {one.name: one for one in get_signature_parameters(cls, None, logger=False) if one.name != "params"}
+def _options(parser: Any) -> dict[str, Any]:
+    """The options of a parser that have a value, by name."""
+    return {one.dest: one for one in parser._actions if one.option_strings and one.default is not argparse.SUPPRESS}
+
+
+def _class_parser(parser: Any, cls: Any, place: str) -> Any:
+    """A parser of the options of a class at a place; not of the parameters that an optimizer gets."""
+    options = type(parser)(usage=argparse.SUPPRESS, description="", add_help=False)
+    options.add_class_arguments(cls, place, as_group=False, skip={"params"})
+    return options
 
 
 def _bases(parser: Any, config: Any, place: str) -> Any:
     """The classes of which a subclass can stand at a place of the recipe."""
-    kind = next((getattr(each, "_typehint", None) for each in parser._actions if each.dest == place), None)
-    above, _, name = place.rpartition(".")
-    if kind is None and above and (owner := _class_at(parser, config, above)[0]) is not None:
-        kind = getattr(_options(owner).get(name), "annotation", None)
-    return typehints.get_help_types(kind) or ()
+    above = place.rpartition(".")[0]
+    if place not in _options(parser) and above and (owner := _class_at(parser, config, above)[0]) is not None:
+        parser = _class_parser(parser, owner, above)
+    return typehints.get_help_types(getattr(_options(parser).get(place), "_typehint", None)) or ()
 
 
-def _class_at(parser: Any, config: Any, place: str) -> tuple[Any, Mapping[str, Any]]:
-    """The class that stands at a place, or None, and its settings; without a recipe the usual one."""
+def _given(config: Any, place: str) -> list[Any]:
+    """The classes of the recipe at a place, each with its settings by the names of their options."""
     above = "trainer." if place.startswith("trainer.") else ""
-    spec = config.get(above + place.removeprefix(above).replace(".", ".init_args."))
-    if isinstance(spec, Namespace) and "class_path" in spec:
-        return pkgutil.resolve_name(spec.class_path), vars(spec.get("init_args") or Namespace())
-    if place not in _USUAL or config.get(place.partition(".")[0]) is not None:
-        return None, {}
+    given = config.get(above + place.removeprefix(above).replace(".", ".init_args."))
+    return [(pkgutil.resolve_name(one.class_path),
+             {f"{place}.{name}": value for name, value in vars(one.get("init_args") or Namespace()).items()})
+            for one in (given if isinstance(given, list) else [given]) if getattr(one, "class_path", None)]  # fmt: skip
+
+
+def _class_at(parser: Any, config: Any, place: str) -> tuple[Any, dict[str, Any]]:
+    """The class that stands at a place, or None, and its settings; without a recipe the usual one."""
+    found = [] if place in _LISTS else _given(config, place)
+    if found or place not in _USUAL or config.get(place.partition(".")[0]) is not None:
+        return found[0] if found else (None, {})
     bases = _bases(parser, config, place)
     return next((cls for cls in (_USUAL[place], *bases) if issubclass(cls, bases)), None), {}
 
 
-def _class_help(parser: Any, config: Any, place: str, name: str) -> str:
+def _class_help(parser: Any, config: Any, place: str, name: str) -> Iterator[str]:
     """All options of the class of this name at this place, or of the recipe's."""
     if not (bases := _bases(parser, config, place)):
         raise UsageError(f"{place}.help: no class stands there; --help lists the main options")
-    cls, settings = _class_at(parser, config, place)
+    known = {each.__name__ for base in bases for each in (base, *subclasses(base)) if each.__name__[0] != "_"}
+    cls = _class_at(parser, config, place)[0]
     if name or cls is None:
-        known = {each.rpartition(".")[2] for base in bases for each in typehints.get_all_subclass_paths(base)}
-        of_recipe, near = cls, did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
+        near = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
         try:
-            only = "".join(known) if len(known) == 1 else ""
-            cls = pkgutil.resolve_name(typehints.resolve_class_path_by_name(bases, name or only))
+            cls = pkgutil.resolve_name(typehints.resolve_class_path_by_name(bases, name or "".join(known)))
             assert issubclass(cls, bases)
         except (ImportError, AttributeError, ValueError, TypeError, AssertionError):
             raise UsageError(f"{place}.help{f'={name}: no such class' if name else ': name a class'}{near}") from None
-        settings = settings if cls is of_recipe else {}
-    shown = type(parser)(usage=argparse.SUPPRESS, description="", add_help=False)
-    shown.add_class_arguments(cls, place, skip={"params"})
-    remove_actions(shown, (_ActionConfigLoad,))
-    plain = {option: value for option, value in settings.items() if "Namespace(" not in repr(value)}
-    shown.set_defaults({f"{place}.{option}": value for option, value in plain.items()})
-    return str(shown.format_help().strip())
+    shown, name = _class_parser(parser, cls, place), cls.__name__
+    given = next((settings for each, settings in _given(config, place) if each is cls), None)
+    changed = {option: given[option] for option, one in _options(shown).items()
+               if given is not None and given.get(option, one.default) != one.default}  # fmt: skip
+    shown.set_defaults({option: value for option, value in changed.items() if "Namespace(" not in repr(value)})
+    text = re.sub(_OF_TENSORS, "", shown.format_help()).strip()
+    words = [f"--{place} {name}"] if given is None and len(known) > 1 else []
+    if place == "trainer.callbacks":  # whose options go to the last one: that of the recipe makes place for its copy
+        spec = Namespace(class_path=name, init_args={option.split(".")[2]: changed[option] for option in changed})
+        added = json.dumps(spec.as_dict(), default=str) if changed else name
+        words = [f"--{place}-={name}"] * (given is not None) + [shlex.quote(f"--{place}+={added}")]
+    yield f"{name}: {' '.join(inspect.cleandoc(cls.__doc__ or '').partition(chr(10) * 2)[0].split())}"
+    if words:
+        yield f"on the command line{', before its options' if text else ''}: {' '.join(words)}"
+    yield text or "takes no options"
 
 
 def _main_options(parser: Any, config: Any) -> Iterator[str]:
-    """The options of a command, then those of the recipe by their use."""
-    yield wrapped(parser.format_usage().strip(), terminal_columns(120), 11)
-    command = parser.prog.split()[-1]
-    late = ("config", "seed_everything", *FIT_OPTIONS)
-    actions = {each.dest: (config.get(each.dest), each.default, (each.help or "").removeprefix("fit: "))
-               for each in sorted(parser._actions, key=lambda each: each.dest in late)
-               if each.option_strings and each.default is not argparse.SUPPRESS}  # fmt: skip
-    yield f"{command}:"
-    yield from _rows({name: row for name, row in actions.items() if not re.match(r"(trainer|model|data)\b", name)
-                      and (command == "fit" or name not in FIT_OPTIONS)}, 99)  # fmt: skip
+    """The options of a command; for `fit`, then those of the recipe by their use."""
+    command, late = parser.prog.split()[-1], ("config", "seed_everything", *FIT_OPTIONS)
+    options = dict(sorted(_options(parser).items(), key=lambda item: item[0] in late))
+    own = {name: one for name, one in options.items() if not re.match(r"(trainer|model|data)\b", name)
+           and (command == "fit" or name not in FIT_OPTIONS)}  # fmt: skip
+    yield f"{parser.format_usage()}{command}: {parser.description.split('. ')[0]}".removesuffix(".")
+    yield from _rows(own, config)
+    if command != "fit":
+        yield "recipe: data, model and trainer, as in `fit --help`, such as --trainer.devices 8; all with --help all"
+        return
     model = _class_at(parser, config, "model")[0]
-    places = [f"model.{name}" for name in _options(model)] if model is not None else []
+    places = [*_options(_class_parser(parser, model, "model"))] if model is not None else []
     parts = [place for place in places if _class_at(parser, config, place)[0] is not None]
     for place in ("data", "model", *parts):
         cls, settings = _class_at(parser, config, place)
         if cls is not None:
             yield f"{place}: {cls.__name__}, all options: --{place}.help {cls.__name__}"
-            options = {f"{place}.{name}": (settings.get(name, one.default), one.default, one.doc)
-                       for name, one in _options(cls).items()}  # fmt: skip
-            yield from _rows({name: row for name, row in options.items() if name not in parts}, _SHOWN.get(place, 4))
+            rows = {name: one for name, one in _options(_class_parser(parser, cls, place)).items() if name not in parts}
+            yield from _rows(rows, settings, _SHOWN.get(place, 4))
     yield "trainer:"
-    trainer = [name for name in actions if name.startswith("trainer.")]
-    order = dict.fromkeys([*(f"trainer.{name}" for name in _TRAINER), *trainer])
-    yield from _rows({name: actions[name] for name in order}, _SHOWN["trainer"])
+    order = dict.fromkeys([*(f"trainer.{name}" for name in _TRAINER), *options])
+    yield from _rows({name: options[name] for name in order if name.startswith("trainer.")}, config, _SHOWN["trainer"])
     yield "all options: --help all"
 
 
@@ -159,18 +180,18 @@ def _shown(value: Any) -> str:
         return str(value.get("class_path") or "{...}").rpartition(".")[2]
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, bool | None):
-        return "null" if value is None else str(value).lower()
-    return "required" if value is inspect.Parameter.empty else f"{value:g}" if isinstance(value, float) else str(value)
+    plain = json.dumps(value) if isinstance(value, bool | None) else str(value)
+    return f"{value:g}" if isinstance(value, float) else plain
 
 
-def _rows(options: Mapping[str, tuple[Any, Any, Any]], count: int) -> Iterator[str]:
-    """Value and first sentence of the options that are set, and of others up to `count`, in one line each."""
-    is_set = [name for name, (value, default, _) in options.items() if value != default]
-    shown = [*is_set, *(name for name in options if name not in is_set)][: max(count, len(is_set))]
-    cut = {name: re.sub(r"(.{10}).{4,}", r"\1...", _shown(options[name][0])) for name in options if name in shown}
-    names, values = max(map(len, cut), default=0), max(map(len, cut.values()), default=0)
-    for name, value in cut.items():
-        line = f"  --{name:{names}} {value:{values}}  "
-        text = re.split(r"[.;] |\.$| \(default", " ".join(_TEXTS.get(name, options[name][2] or "").split()))[0]
-        yield (line + textwrap.shorten(text, max(terminal_columns(120) - len(line), 4), placeholder=" ...")).rstrip()
+def _rows(options: Mapping[str, Any], given: Any, count: int | None = None) -> Iterator[str]:
+    """Value and meaning of each option; with `count`, a sentence of each that is set, and of others up to it."""
+    values = {name: given.get(name, one.default) for name, one in options.items()}
+    is_set = [name for name, one in options.items() if values[name] != one.default]
+    names = [*dict.fromkeys([*is_set, *options])][: max(count, len(is_set))] if count else [*options]
+    texts = ["required" if values[name] is None and options[name].required else _shown(values[name]) for name in names]
+    long, wide = max(map(len, names), default=0), max((len(text) for text in texts if len(text) < 13), default=0)
+    for name, value in zip(names, texts, strict=True):
+        text = " ".join(_TEXTS.get(name, options[name].help or "").removeprefix("fit: ").split()).removesuffix(".")
+        line = f"  --{name:{long}} {value:{wide}}  " + (re.split(r"[.;] | \(default", text)[0] if count else text)
+        yield wrapped(line.rstrip(), terminal_columns(120), min(long + wide + 7, terminal_columns(120) - 30))

@@ -113,8 +113,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         **kwargs: Any,
     ) -> None:
         self._change = change
-        usage = "%(prog)s --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
-        commands = {name: {"usage": usage, "allow_abbrev": False} for name in self.subcommands()}
+        usage = f"{program()} {{}} --config RECIPE.yaml [--config MORE.yaml] [--key.subkey VALUE ...]"
+        commands = {name: {"usage": usage.format(name), "allow_abbrev": False} for name in self.subcommands()}
         kwargs.setdefault("parser_kwargs", {"allow_abbrev": False, "prog": program(), **commands})
         kwargs.setdefault("parser_class", RecipeParser)
         kwargs.setdefault("trainer_class", RecipeTrainer)

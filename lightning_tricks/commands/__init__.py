@@ -1,4 +1,4 @@
-"""The commands: a row of `_TABLE` for each, of which help, suggestions, docs and completion are made. Imports none.
+"""The commands: a row of `GROUPS` for each, of which help, suggestions, docs and completion are made. Imports none.
 
 A command is a module or folder here, and has a function `run`, which is given by `Command.needs`:
 
@@ -32,7 +32,7 @@ class Command:
 
     Args:
         name: as it is typed.
-        help: for the list of commands.
+        help: for the list of commands, where it stands in one line of 80 columns.
         needs: what `run` is given; see above.
         words: names of other programs for it, which lead to it.
         module: its name in this package; empty for a command of Lightning's.
@@ -90,63 +90,58 @@ class FitChange(Protocol):
         """The options by which `fit` itself would do the same."""
 
 
-_TABLE = (
-    Command("fit", "train; --resume auto resumes from the newest complete checkpoint, or starts; --ckpt_path FILE or "
-            "last; --init_from FILE starts a run from its weights alone (fine-tuning)",
-            "a Trainer", ("train", "pretrain", "run")),
-    Command("validate", "validation figures of a checkpoint (--ckpt_path FILE, last or none)",
-            "a Trainer", ("evaluate", "val")),
-    Command("test", "the same on the test set", "a Trainer"),
-    Command("predict", "log-probability of each token of the test set, to a file (--output FILE.jsonl)",
-            "a Trainer", ("infer",)),
-    Command("autopsy", "the documents of one optimizer step by their loss: --ckpt_path FILE --step N",
-            "a Trainer", (), "autopsy"),
-    Command("average", "average the weights of checkpoints: average CKPT CKPT ... --output FILE [--weights 1,2,1]",
-            "nothing", ("soup", "merge", "mean", "ensemble"), "average"),
-    Command("branch", "start a decay from a checkpoint of the stable part of a run: --ckpt_path FILE --decay_steps N",
-            "a fit", (), "branch"),
-    Command("check", "a list of checks before the launch: model, data, layout, memory, devices, disk. Exits with 1 "
-            "if one fails", "a recipe", ("preflight", "pre-flight"), "check"),
-    Command("compare", "runs side by side: settings that differ, curves over steps, tokens, FLOPs and hours, and "
-            "what the seeds can show; exits with 1 if one is worse than the first",
-            "nothing", ("diff", "versus", "significance"), "compare"),
-    Command("completion", 'print the completion for a shell: eval "$(lightning-tricks completion)" in ~/.bashrc or '
-            "~/.zshrc", "nothing", (), "completion"),
-    Command("config-schema", "a JSON schema of recipes, with which an editor completes and checks them: --json FILE",
-            "the parser", ("schema", "json-schema")),
-    Command("consolidate", "make one checkpoint file of a sharded one: consolidate FOLDER FILE",
-            "nothing", (), "consolidate"),
-    Command("coordinate-check", "do activations keep their size at widths 64 to 1024? Flat with muP",
-            "a recipe", (), "coordinate_check"),
-    Command("cp", "copy a recipe, to change it: cp NAME [FOLDER or FILE]", "nothing", ("copy",), "cp"),
-    Command("doctor", "what is wrong with a run, by its logs: symptoms with evidence, cause and remedy; exits with 1 "
-            "if there are any", "nothing", ("diagnose", "diagnosis", "symptoms", "debug"), "doctor"),
-    Command("eval", "scores on tasks of lm_eval: --ckpt_path FILE --tasks arc_easy,lambada_openai",
-            "nothing", ("lm-eval", "benchmark"), "eval"),
-    Command("export", "a Hugging Face folder or a GGUF file of a checkpoint, compared: --ckpt_path FILE --output "
-            "FOLDER [--format gguf]",
-            "nothing", ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"), "export"),
-    Command("generate", 'continue a text: --ckpt_path FILE --prompt "..."', "nothing", (), "generate"),
-    Command("import", "a recipe to continue training a Hugging Face folder: import FOLDER --output mine.yaml",
-            "nothing", ("from-hf", "continue-pretraining"), "import_folder"),
-    Command("ledger", "ledger diff A B: the first step, and the first thing, in which two runs with RunLedger "
-            "differ; ledger check A: whether one is complete", "nothing", (), "ledger"),
-    Command("ls", "list the recipes that come with the collection", "nothing", ("list",), "ls"),
-    Command("plan", "does it fit, how long, what does it cost? --gpu h100 --devices 8 --nodes 1 --mfu 0.4 --price 2.5",
-            "a recipe", ("estimate", "memory", "dry-run"), "plan"),
-    Command("prepare", "turn the recipe's text into token shards, and stop; --rank R --world W: one share of several",
-            "a recipe", ("tokenize",), "prepare"),
-    Command("runs", "a table of the runs in a folder: steps, validation, tokens, hours, and the settings that differ",
-            "nothing", ("history", "experiments", "results"), "runs"),
-    Command("schedule", "the learning rate of a recipe as a curve, before any step: --against R2.yaml",
-            "a recipe", ("plot", "lr"), "schedule", ("against",)),
-    Command("show-data", "training rows as the model gets them, with sources and documents: --rows 10 --first 0",
-            "a recipe", ("look", "inspect", "preview", "head"), "show_data"),
-    Command("verify-resume", "train some steps straight, and with kill -9 and a resume: are they equal? --config "
-            "RECIPE.yaml", "nothing", ("verify", "check-resume"), "verify_resume"),
-)  # fmt: skip
+# By use, in the order of `--help`.
+GROUPS: Mapping[str, tuple[Command, ...]] = {
+    "train": (
+        Command("fit", "train; --resume auto resumes from the newest checkpoint", "a Trainer",
+                ("train", "pretrain", "run")),
+        Command("branch", "start a decay from a checkpoint of the stable part of a run", "a fit", (), "branch")),
+    "before a run": (
+        Command("ls", "list the recipes that come with the collection", "nothing", ("list",), "ls"),
+        Command("cp", "copy a recipe, to change it: cp NAME [FOLDER or FILE]", "nothing", ("copy",), "cp"),
+        Command("check", "model, data, layout, memory, devices, disk: will it start?", "a recipe",
+                ("preflight", "pre-flight"), "check"),
+        Command("plan", "does it fit, how long, what does it cost? --gpu h100", "a recipe",
+                ("estimate", "memory", "dry-run"), "plan"),
+        Command("schedule", "learning rate of a recipe, drawn", "a recipe", ("plot", "lr"), "schedule", ("against",)),
+        Command("coordinate-check", "with muP: do activations keep their size?", "a recipe", (), "coordinate_check"),
+        Command("verify-resume", "is a run with kill -9 and a resume bitwise a straight one?", "nothing",
+                ("verify", "check-resume"), "verify_resume")),
+    "data": (
+        Command("show-data", "training rows as the model gets them, with their sources", "a recipe",
+                ("look", "inspect", "preview", "head"), "show_data"),
+        Command("prepare", "turn the recipe's text into token shards, and stop", "a recipe", ("tokenize",), "prepare")),
+    "after a run, by its logs": (
+        Command("doctor", "what is wrong: symptoms with evidence, cause and remedy", "nothing",
+                ("diagnose", "diagnosis", "symptoms", "debug"), "doctor"),
+        Command("compare", "runs side by side: settings, curves, and the noise of seeds", "nothing",
+                ("diff", "versus", "significance"), "compare"),
+        Command("runs", "a table of the runs in a folder, with differing settings", "nothing",
+                ("history", "experiments", "results"), "runs"),
+        Command("ledger", "where two runs with RunLedger first differ: ledger diff A B", "nothing", (), "ledger")),
+    "look at a checkpoint": (
+        Command("validate", "validation figures: --ckpt_path FILE, last or none", "a Trainer", ("evaluate", "val")),
+        Command("test", "the same on the test set", "a Trainer"),
+        Command("predict", "log-probability of each token of the test set, to a file", "a Trainer", ("infer",)),
+        Command("generate", 'continue a text: --ckpt_path FILE --prompt "..."', "nothing", (), "generate"),
+        Command("eval", "scores on tasks of lm_eval: --ckpt_path FILE --tasks LIST", "nothing",
+                ("lm-eval", "benchmark"), "eval"),
+        Command("autopsy", "the documents of one optimizer step, by their loss", "a Trainer", (), "autopsy")),
+    "change or move a checkpoint": (
+        Command("average", "average weights: average CKPT CKPT ... --output FILE", "nothing",
+                ("soup", "merge", "mean", "ensemble"), "average"),
+        Command("consolidate", "make one file of a sharded one: consolidate FOLDER FILE", "nothing", (), "consolidate"),
+        Command("export", "to Hugging Face or GGUF, compared: --ckpt_path FILE --output", "nothing",
+                ("to-hf", "convert", "huggingface", "save-pretrained", "gguf", "llama.cpp", "ollama"), "export"),
+        Command("import", "a recipe that continues a Hugging Face folder: import FOLDER", "nothing",
+                ("from-hf", "continue-pretraining"), "import_folder")),
+    "shell and editor": (
+        Command("completion", "for bash and zsh: eval \"$(lightning-tricks completion)\"", "nothing", (), "completion"),
+        Command("config-schema", "a JSON schema by which an editor checks recipes: --json FILE", "the parser",
+                ("schema", "json-schema"))),
+}  # fmt: skip
 
-COMMANDS: Mapping[str, Command] = {command.name: command for command in _TABLE}
+COMMANDS: Mapping[str, Command] = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def find(word: str) -> Command:

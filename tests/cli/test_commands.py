@@ -24,7 +24,10 @@ def test_each_command_can_be_run_and_is_in_help_and_completion(capsys):
         assert not command.module or callable(command.load().run)
     on_recipes = {name for name, command in COMMANDS.items() if command.needs in ("a recipe", "a Trainer")}
     assert RecipeCLI.subcommands().keys() == on_recipes
-    assert all(len(line) <= 120 for line in text.splitlines())
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines.index("before a run:") < lines.index("after a run, by its logs:")
+    assert len(lines) == len(COMMANDS) + len(commands.GROUPS) + 9  # a line each, and usage, summary and first run
 
 
 def test_the_recipes_are_lines_or_json(capsys):

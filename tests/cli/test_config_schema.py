@@ -83,6 +83,12 @@ def test_a_mistake_is_marked(schema, place, value, valid):
     assert is_valid(schema, changed(place, value)) == valid
 
 
+def test_standard_output_has_the_schema_alone(tmp_path, schema):
+    done = config_schema("--json", str(tmp_path / "schema.json"))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert json.loads((tmp_path / "schema.json").read_text("utf-8")) == schema
+
+
 def test_an_editor_shows_help_and_defaults(schema):
     guard, adamw = settings(schema, "Callback", "StepGuard"), settings(schema, "Optimizer", "AdamW")
     assert guard["window_steps"]["default"] > 0

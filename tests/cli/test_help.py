@@ -1,6 +1,7 @@
 """`--help`, of a command and of a class, and `--trainer.callbacks-=`: what the command line itself prints and takes."""
 
 import re
+import shlex
 
 import pytest
 import yaml
@@ -39,10 +40,11 @@ def values_of(text):
 def test_help_begins_with_the_options_of_a_recipe_by_use(printed, recipe):
     text = printed("fit", "--help", *recipe)
     lines = text.splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= 110
     assert not [line for line in lines if len(line) > 80]
+    assert not re.search(r"\.\.\.$", text, re.MULTILINE)
     heads = ["fit", "data", "model", "model.decoder", "model.optimizer", "model.schedule", "trainer", "all options"]
-    assert [line.split(":")[0] for line in lines if re.match(r"[a-z. ]+:", line)] == ["usage", *heads]
+    assert [line.split(":")[0] for line in lines if re.match(r"[a-z][a-z. ]*:", line)] == ["usage", *heads]
     assert lines[-1] == "all options: --help all"
     assert "micro_batch_size" in text
     assert "rows in a batch of one process" in text
@@ -75,9 +77,26 @@ def test_help_fits_other_terminals(printed, monkeypatch):
 def test_a_commands_own_options_come_first(printed, command, own):
     lines = printed(command, "--help").splitlines()
     options = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert options.index(f"--{own}") < options.index("--config") < options.index("--data.files")
-    assert "--init_from" not in options
-    assert len(lines) <= 64
+    assert options.index(f"--{own}") < options.index("--config")
+    assert not [name for name in options if name == "--init_from" or name.startswith(("--data.", "--trainer."))]
+    assert re.search(r"^recipe: .* as in\s+`fit --help`", "\n".join(lines), re.MULTILINE)
+    assert len(lines) <= 30
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_of_a_commands_own_option_is_wrapped_and_never_cut(printed, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = printed("plan", "--help")
+    assert max(map(len, text.splitlines())) in range(columns - 20, columns + 1)
+    whole = " ".join(text.split())
+    assert "a CPU where the recipe asks for one, else the GPU here, else h100 --devices" in whole
+    assert "Plan a recipe: parameters, memory of a device at each instant of a step, time, cost, and what" in whole
+
+
+def test_a_long_value_of_a_recipe_is_shown_whole(printed):
+    assert "StepGuard, SafeCheckpoint, SampleText, CompressionBaseline] +=X" in " ".join(
+        printed("fit", "-h", *TINY).split()
+    )
 
 
 def test_help_all_prints_every_option(printed):
@@ -112,8 +131,41 @@ def test_the_options_of_a_class_are_listed_with_and_without_a_recipe(printed, re
 def test_without_a_class_the_recipes_is_listed_with_its_values(printed):
     text = " ".join(printed("fit", *TINY, "--model.optimizer.help").split())
     assert "--model.optimizer.lr LR learning rate" in text
-    assert "default: 0.002," in text
+    assert "default: 0.002)" in text
+    assert "Tensor exit" not in text
+    assert "known subclasses: torch.Tensor" not in text
     assert "--model.schedule.warmup_steps" in printed("fit", "--model.schedule.help", "--config=recipes/tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "head"),
+    [
+        (["model.schedule", "WSD"], "before its options: --model.schedule WarmupStableDecay options:"),
+        (["model.schedule", "WarmupLinear", *TINY], "`min_ratio` of it at the end of the run. options:"),
+        (["trainer.callbacks", "EMA"], "before its options: --trainer.callbacks+=EMA options:"),
+        (["trainer.callbacks", "GoodputMonitor"], "command line: --trainer.callbacks+=GoodputMonitor takes no options"),
+    ],
+)
+def test_a_class_comes_with_its_whole_summary_and_the_words_that_choose_it(printed, words, head):
+    text = " ".join(printed("fit", f"--{words[0]}.help", *words[1:]).split())
+    assert text.startswith(f"{words[1].replace('WSD', 'WarmupStableDecay')}: ")
+    assert head in text
+
+
+@pytest.mark.parametrize("name", ["StepGuard", "SafeCheckpoint", "SampleText"])
+def test_the_words_for_a_callback_of_the_recipe_keep_its_settings(printed, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "400")
+    line = printed("fit", "--trainer.callbacks.help", name, *TINY).splitlines()[1]
+    words = shlex.split(line.partition(": ")[2])
+
+    def saved(*more):
+        callbacks = yaml.safe_load(printed("fit", *TINY, *more, "--print_config"))["trainer"]["callbacks"]
+        return {one["class_path"].rpartition(".")[2]: one.get("init_args") for one in callbacks}
+
+    assert saved(*words) == saved()
+    if name == "SafeCheckpoint":
+        changed = saved(*words, "--trainer.callbacks.keep_last", "7")
+        assert changed["SafeCheckpoint"] == saved()["SafeCheckpoint"] | {"keep_last": 7}
 
 
 @pytest.mark.parametrize(
