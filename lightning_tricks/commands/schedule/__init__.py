@@ -52,8 +52,10 @@ def run(
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
+        stem = Path(other.file).stem
+        name = other.file if stem == plans[0].name else stem  # the labels tell the curves apart
         try:
-            plans.append(NamedPlan(Path(other.file).stem, planned(other.model, other.datamodule, other.trainer)))
+            plans.append(NamedPlan(name, planned(other.model, other.datamodule, other.trainer)))
         except UsageError as error:
             raise UsageError(f"against={other.file}: {error}") from error
     write_json(json, [{"name": each.name, **asdict(each.plan)} for each in plans])
