@@ -52,8 +52,7 @@ def run(
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
-        stem = Path(other.file).stem
-        name = other.file if stem == plans[0].name else stem  # the labels tell the curves apart
+        name = stem if (stem := Path(other.file).stem) != plans[0].name else other.file  # labels tell curves apart
         try:
             plans.append(NamedPlan(name, planned(other.model, other.datamodule, other.trainer)))
         except UsageError as error:
