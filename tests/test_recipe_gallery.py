@@ -44,7 +44,7 @@ def test_a_plan_made_now_is_that_of_the_page():
 def test_the_row_of_llama7b_has_the_figures_of_the_page_on_plans():
     plan = (fill.DOCS / "plan.md").read_text(encoding="utf-8")
     (whole,) = re.findall(r"fits: ([\d.]+) GiB of 74.51 GiB", plan)
-    (days,) = re.findall(r"time +([\d.]+) days on 8 x H100", plan)
+    (days,) = re.findall(r"time +(\d+) d \d+ h on 8 x H100", plan)
     assert row("llama7b")[4:] == [f"{float(whole):.1f} GiB of 74.5", f"{float(days):.0f} days"]
 
 

@@ -73,13 +73,8 @@ def unit(number: float) -> tuple[float, str]:
 
 def size_text(size: float) -> str:
     """Bytes in a unit that fits, such as `1.50 GiB`."""
-    return in_unit(size, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))
-
-
-def in_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """A value in the first of these units that it reaches, else in the last."""
-    size, name = next((unit for unit in units if value >= unit[0]), units[-1])
-    return f"{value / size:,.2f} {name}"
+    power, name = next((unit for unit in ((30, "GiB"), (20, "MiB")) if size >= 2 ** unit[0]), (10, "KiB"))
+    return f"{size / 2**power:,.2f} {name}"
 
 
 def draw_curves(curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], **options: Any) -> list[str]:

@@ -305,6 +305,11 @@ def test_the_command_draws_a_recipe_in_tokens_against_another_one(tmp_path, caps
     said = capsys.readouterr().out
     assert "lr over steps of small: 20 steps, 320 tokens" in said
     assert "two: 10 steps, 160 tokens, peak lr 0.0003" in said
+    (tmp_path / "small.yaml").write_text("total_tokens: 160\n" + RECIPE)  # the name of the first one's run
+    door.run(["schedule", "--config", "one.yaml", "--against", "small.yaml"])
+    said = capsys.readouterr().out
+    assert re.search(r" small: \w.* small\.yaml: \w", said, re.S), "each curve has the label of its recipe"
+    assert "small.yaml: 10 steps, 160 tokens" in said
     door.run(["schedule", "--config", "one.yaml", "--total_tokens", "640"])
     assert "40 steps, 640 tokens" in capsys.readouterr().out
     plan = planned(*load_recipe("--config", "one.yaml"))

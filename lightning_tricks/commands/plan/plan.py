@@ -147,6 +147,7 @@ class MemoryPlan:
             "peak_bytes", "host_bytes", "fits", "tokens", "tokens_a_step", "flops_per_token", "mfu",
             "tokens_per_second", "hours", "gpu_hours", "cost",
         )  # fmt: skip
+        own = self.device.overhead
         instants = {} if self.memory is None else {name: dict(lines) for name, lines in self.memory.instants.items()}
         return {
             "device": {_KEYS.get(key, key): value for key, value in dataclasses.asdict(self.device).items()},
@@ -160,10 +161,7 @@ class MemoryPlan:
             "pipeline_waits": self.whole.waits,
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
-            "changes": [
-                {"options": list(one.options), "why": one.why, "peak_bytes": one.peak + self.device.overhead}
-                for one in self.changes
-            ],
+            "changes": [{"options": list(c.options), "why": c.why, "peak_bytes": c.peak + own} for c in self.changes],
         }
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from lightning_tricks.commands.plan.memory_trace import LINES
 from lightning_tricks.commands.plan.plan import MemoryPlan
-from lightning_tricks.logs.table import in_unit, size_text
+from lightning_tricks.logs.table import size_text
+from lightning_tricks.monitors.goodput_monitor import duration
 
 _LEAST = 1e-3  # share of the peak below which a line is not shown
-_TIMES = ((24, "days"), (1, "hours"), (1 / 60, "minutes"), (1 / 3600, "seconds"))
 
 
 def report(plan: MemoryPlan) -> str:
@@ -41,7 +41,7 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
     if plan.hours is None:
         yield _row("time", "not known, as the tokens or the speed of the run are not")
     else:
-        yield _row("time", f"{in_unit(plan.hours, _TIMES)} on {count}{plan.device.name}, at an MFU of {plan.mfu:.0%}")
+        yield _row("time", f"{duration(3600 * plan.hours)} on {count}{plan.device.name}, at an MFU of {plan.mfu:.0%}")
     if plan.gpu_hours is not None and plan.setup.on_gpu:
         cost = "; --price, of one, gives the cost" if plan.cost is None else f" at {plan.price:g}: {plan.cost:,.2f}"
         yield _row("cost", f"{plan.gpu_hours:,.2f} device hours{cost}")

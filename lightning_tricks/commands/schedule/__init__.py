@@ -52,8 +52,9 @@ def run(
     plans = [NamedPlan(_name(trainer) or "recipe", planned(model, datamodule, trainer))]
     if against is not None:
         other = cast(Recipe, against)
+        name = stem if (stem := Path(other.file).stem) != plans[0].name else other.file  # labels tell curves apart
         try:
-            plans.append(NamedPlan(Path(other.file).stem, planned(other.model, other.datamodule, other.trainer)))
+            plans.append(NamedPlan(name, planned(other.model, other.datamodule, other.trainer)))
         except UsageError as error:
             raise UsageError(f"against={other.file}: {error}") from error
     write_json(json, [{"name": each.name, **asdict(each.plan)} for each in plans])
