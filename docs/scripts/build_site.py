@@ -64,6 +64,7 @@ STOP_WORDS = (
     "a an the of to in on at by for from with is are was be it its this that there my your i me we you do does did "
     "how what which when where why who can could should will would and or has have if as so"
 )
+TEXT = re.compile(r"^```text\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
 
@@ -83,7 +84,7 @@ def stage(out: Path) -> None:
         text += "\n## API\n\n" + "\n".join(lines) + "\n" if lines else ""
         if name == "questions":
             text = QUESTION.sub(lambda row: row[0].replace(row[1], f'<a id="{slug(row[1])}"></a>{row[1]}', 1), text)
-        write(staged / f"{name}.md", PICTURE.sub(BY_THEME, text))
+        write(staged / f"{name}.md", PICTURE.sub(BY_THEME, TEXT.sub(as_output, text)))
     for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
     copy_linked(staged)
@@ -262,6 +263,11 @@ def stop_words() -> str:
     """
     words = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in STOP_WORDS.split())
     return rf"(?<![\p{{L}}\p{{N}}_.-])(?:{words})(?=\s+\S)"
+
+
+def as_output(block: re.Match[str]) -> str:
+    """A block of text without columns as `output`, whose lines wrap on a phone too."""
+    return block[0] if re.search(r"\S {3,}\S", block[1]) else f"```output\n{block[1]}```"
 
 
 def plain(text: str) -> str:

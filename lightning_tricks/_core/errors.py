@@ -15,6 +15,7 @@ from lightning_tricks._core.terminal import ERASE_LINE, colored
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_READER = 141  # exit code of a program of a shell that SIGPIPE has ended: 128 + 13
+PIP_EXTRA = "pip install -e '.[{}]' in the clone"  # how an extra of the collection is installed, which is on no index
 
 
 class UsageError(ValueError):
@@ -26,11 +27,6 @@ class UsageError(ValueError):
 
 class OneLineWarning(UserWarning):
     """A warning of the collection, which the command line prints as `warning: ...`, without a source path."""
-
-
-def pip_extra(name: str) -> str:
-    """The command that installs an extra of the collection, which is on no index."""
-    return f"pip install -e '.[{name}]' in the clone"
 
 
 def check_choice(option: str, value: Any, choices: Any, more: str = "") -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.foreign_files import inside
 from lightning_tricks.models import GPT2, Decoder, DecoderConfig, from_hf
@@ -131,7 +131,7 @@ def open_safetensors(file: Path) -> dict[str, Tensor]:
         UsageError: the package is missing; the file is damaged.
     """
     if find_spec("safetensors") is None:
-        raise UsageError(f"{file}: to read it, {pip_extra('hf')}, or pip install safetensors")
+        raise UsageError(f"{file}: to read it, {PIP_EXTRA.format('hf')}, or pip install safetensors")
     from safetensors import SafetensorError, safe_open
 
     try:

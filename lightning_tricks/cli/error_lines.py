@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._core.errors import UsageError, disk_full_line, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError, disk_full_line
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks._trainer.lightning import pl
 from lightning_tricks.checkpoints.load_weights import other_weights
@@ -55,7 +55,7 @@ _LINES = [
     (r"(?:File does not exist|Path is not a file): '(?P<file>.*)'",
      "--{key} {file}: there is no such file; check the path, or copy a recipe by `cp tiny .` (ls lists them)"),
     (r".*?No module named '(?P<module>heavyball|pytorch_optimizer|schedulefree|torchao)'",
-     f"{{at}}{{module}} is not installed: {pip_extra('optimizers')}"),
+     f"{{at}}{{module}} is not installed: {PIP_EXTRA.format('optimizers')}"),
     (r".*?No module named '(?P<module>[^']*)'",
      "{at}no module named {module!r}: start the command in the folder that holds it, or install it"),
     (r"Parser key \"[^\"]*\":$", "{key}: give a class, with class_path and init_args"),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks.data.content import file_hashes, known_revision
 from lightning_tricks.data.remote import RemoteFile, file_size
 from lightning_tricks.data.text_files import (
@@ -174,7 +174,7 @@ def hugging_face(name: str, text_field: str) -> Corpus:
         UsageError: `datasets` is not installed, the dataset cannot be read or has no such column.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise UsageError(f"hf_dataset={name!r} needs datasets: {pip_extra('datasets')}")
+        raise UsageError(f"hf_dataset={name!r} needs datasets: {PIP_EXTRA.format('datasets')}")
     dataset = _Dataset(name, text_field)
     return Corpus(f"Hugging Face dataset {name}", dataset.identity, None, dataset.located)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fsspec.core import has_magic, url_to_fs
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 
 BLOCK_BYTES = 1 << 20  # a row at a drawn place needs a few KB, and a larger block fetches more that may never be read
 WAITS_SECONDS = (0.5, 1, 2, 4, 8)  # before each further try
@@ -183,7 +183,7 @@ def _ask(url: str, question: Callable[[Any, str], Result]) -> Result:
             return question(*url_to_fs(url))  # the filesystem of this process: one from before a fork is not used
         except (ImportError, ValueError) as error:
             extra = EXTRAS.get(url.partition(":")[0])
-            remedy = pip_extra(extra) if extra else "check the URL"
+            remedy = PIP_EXTRA.format(extra) if extra else "check the URL"
             raise UsageError(f"{url}: {error}; {remedy}") from None
         except FileNotFoundError:
             raise UsageError(f"{url}: it is not there; check the path") from None

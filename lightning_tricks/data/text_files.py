@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks.data.remote import BlockCache, RemoteFile, file_size, find_remote
 
 # the files of a folder that are read; a glob takes any name
@@ -58,7 +58,7 @@ def check_readers(paths: Sequence[TextFile]) -> None:
                 raise UsageError(f"files: {path} is no text by its ending {suffix}; {remedy}")
     needing = next((path for path in paths if suffix_of(path) == ".parquet" or compression_of(path) == ".zst"), None)
     if needing is not None and importlib.util.find_spec("pyarrow") is None:
-        raise UsageError(f"files: {needing} needs pyarrow: {pip_extra('parquet')}")
+        raise UsageError(f"files: {needing} needs pyarrow: {PIP_EXTRA.format('parquet')}")
 
 
 def expand(patterns: list[str]) -> list[TextFile]:

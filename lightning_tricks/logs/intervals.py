@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def student_t(probability: float, df: float) -> float:
     try:
         from scipy.special import stdtrit  # what scipy.stats calls, without the time to load that
     except ImportError:
-        raise UsageError(f"compare: intervals need scipy: {pip_extra('compare')}") from None
+        raise UsageError(f"compare: intervals need scipy: {PIP_EXTRA.format('compare')}") from None
     return float(stdtrit(df, probability))
 
 

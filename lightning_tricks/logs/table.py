@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks._core.terminal import colored, width
 
@@ -90,7 +90,7 @@ def draw_curves(curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], 
     try:
         from uniplot import plot_to_string
     except ImportError:
-        raise UsageError(f"a curve in a terminal needs uniplot: {pip_extra('plot')}") from None
+        raise UsageError(f"a curve in a terminal needs uniplot: {PIP_EXTRA.format('plot')}") from None
     labels, xs, ys = (list(part) for part in zip(*curves, strict=True))
     text = plot_to_string(ys=ys, xs=xs, legend_labels=labels, lines=True, y_gridlines=[], **options)
     rows = text if isinstance(text, list) else str(text).split("\n")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, pl
 from lightning_tricks.outputs._text_model import TextModel, refuse_shared_rows
 
@@ -19,7 +19,7 @@ def harness() -> ModuleType:
         UsageError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(f"tasks are run by lm_eval: {pip_extra('eval')}")
+        raise UsageError(f"tasks are run by lm_eval: {PIP_EXTRA.format('eval')}")
     return importlib.import_module("lightning_tricks.outputs._harness_model")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_tricks._core.errors import UsageError, check_choice, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError, check_choice
 from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.objects import trainer_of
@@ -369,7 +369,7 @@ def _refuse_torchao(recipe: str) -> None:
     try:
         found = version("torchao")
     except PackageNotFoundError:
-        raise UsageError(f"plugins: Float8 needs torchao: {pip_extra('fp8')}") from None
+        raise UsageError(f"plugins: Float8 needs torchao: {PIP_EXTRA.format('fp8')}") from None
     if _numbers(found) < _numbers(needed):
         raise UsageError(
             f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: pip install -U torchao"

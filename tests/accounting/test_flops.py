@@ -9,7 +9,6 @@ from lightning_tricks.accounting import (
     flops,
     gpus,
     matmul_parameters,
-    memory,
     recompute_flops_per_token,
     training_flops_per_token,
 )
@@ -81,6 +80,6 @@ def test_what_checkpointing_computes_again_by_hand():
     assert recompute_flops_per_token(plain, 6, "full", "selective") == 3 * 2 * (8 + 16)
 
 
-@pytest.mark.parametrize("module", [flops, gpus, memory])
+@pytest.mark.parametrize("module", [flops, gpus])
 def test_the_examples_in_the_docstrings_are_true(module):
     assert doctest.testmod(module).failed == 0

@@ -93,7 +93,7 @@ def test_what_is_still_being_written_is_no_checkpoint_and_what_was_being_replace
         ({"finite": False}, ": its weights are not finite numbers"),
         (
             {"version": 99},
-            " is a checkpoint of version 99, and this lightning_tricks reads up to 1: pip install -U lightning-tricks",
+            " is of version 99, this lightning_tricks reads up to 1: update the clone",
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_an_operator_of_another_package_is_named(caplog):
     with caplog.at_level("INFO"):
         train(Foreign)
     (said,) = [record.message for record in caplog.records if "MFUMonitor" in record.message]
-    assert "attention in full, without flops_test.thirds.default)" in said
+    assert "full attention, without flops_test.thirds.default)" in said
 
 
 def test_a_step_that_fails_leaves_the_strategy_as_it_was():

@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.models import DecoderConfig, hf_config, hf_family
 
@@ -105,7 +105,7 @@ def transformers_package() -> ModuleType:
     Raises:
         UsageError: it is missing or too old.
     """
-    remedy = f"{pip_extra('hf')}, or pip install 'transformers>=5' safetensors"
+    remedy = f"{PIP_EXTRA.format('hf')}, or pip install 'transformers>=5' safetensors"
     if find_spec("transformers") is None or find_spec("safetensors") is None:
         raise UsageError(f"export: transformers and safetensors are needed to check what is written: {remedy}")
     if int((found := version("transformers")).partition(".")[0]) < _OLDEST:

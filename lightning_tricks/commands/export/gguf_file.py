@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._core.errors import UsageError, pip_extra
+from lightning_tricks._core.errors import PIP_EXTRA, UsageError
 from lightning_tricks.commands.export.folder_files import Entry
 from lightning_tricks.data import SavedTokenizer
 from lightning_tricks.data.tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN, not_plain, split_pattern
@@ -145,7 +145,7 @@ def gguf_package() -> Any:
         UsageError: it is missing.
     """
     if find_spec("gguf") is None:
-        raise UsageError(f"export: format=gguf: {pip_extra('gguf')}, or pip install gguf")
+        raise UsageError(f"export: format=gguf: {PIP_EXTRA.format('gguf')}, or pip install gguf")
     return importlib.import_module("gguf")
 
 
