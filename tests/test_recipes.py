@@ -178,6 +178,7 @@ def test_is_short_and_its_header_gives_title_and_command(recipe):
     assert len(lines) < 60
     header = [line for line in lines if line.startswith("#")]
     assert any("lightning_tricks fit --config" in line for line in header)
+    assert any(line.startswith("# Change first: ") for line in header)
 
 
 @pytest.fixture

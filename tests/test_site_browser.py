@@ -118,19 +118,35 @@ CODE = """() => [...document.querySelectorAll('.highlight pre > code')].map(code
   code.setAttribute('data-md-copying', '');  // as the theme does when it copies
   const copied = code.innerText.trimEnd() === code.textContent.trimEnd();
   code.removeAttribute('data-md-copying');
-  const wide = code.scrollWidth > code.clientWidth && code.closest('.language-bash, .language-sh');
+  const wraps = innerWidth > 900 || code.closest('.language-bash, .language-sh, .language-output');
+  const wide = code.scrollWidth > code.clientWidth && wraps;
   const cut = wide && code.textContent.split(/\\s+/).every(word => word.length < 40);  // a longer path scrolls
   return {text: code.textContent.slice(0, 60), covered, copied, cut};
 })"""
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_commands_wrap_are_copied_as_they_are_and_no_button_covers_code(site, width):
+def test_lines_wrap_are_copied_as_they_are_and_no_button_covers_code(site, width):
     chromium, address, _ = site
     tab, _ = site_shots.watched(chromium, width, 844, "light")
-    for page in ("quickstart/", "command_line/", "reference/callbacks/StepGuard/"):
+    for page in ("quickstart/", "command_line/", "playbook/", "data/", "reference/callbacks/StepGuard/"):
         tab.goto(address + page)
         tab.wait_for_selector(".md-code__nav")
         blocks = tab.evaluate(CODE)
         assert blocks
         assert [block for block in blocks if block["covered"] or block["cut"] or not block["copied"]] == []
+
+
+TOO_WIDE = """[...document.querySelectorAll('article table')].filter(
+  t => t.scrollWidth > t.clientWidth + 2 || t.getBoundingClientRect().right > innerWidth).length"""
+
+
+@pytest.mark.parametrize(
+    "page", ["questions/", "existing_projects/", "reference/callbacks/StepGuard/", "reference/data/TextData/"]
+)
+def test_tables_of_words_fit_a_phone(site, page):
+    chromium, address, _ = site
+    tab, _ = site_shots.watched(chromium, 390, 844, "light")
+    tab.goto(address + page)
+    tab.wait_for_selector("article div > table")  # the theme puts it into a frame
+    assert tab.evaluate(TOO_WIDE) == 0
