@@ -16,6 +16,7 @@ from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
 from lightning_tricks.commands import CommandParser
+from lightning_tricks.commands.answers import add_json, check_files, write_json
 from lightning_tricks.data import SavedTokenizer, tokenizer_from_checkpoint
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import MUP_KEY
@@ -32,6 +33,7 @@ _FAMILIES: dict[str, type[DecoderConfig]] = {"Llama": Llama, "GPT2": GPT2}
 def run(args: list[str]) -> None:
     """Print the prompt and its continuation, token by token."""
     options = _parse(args)
+    check_files("generate", options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     _, decoder, tokenizer, device = trained_model(options.ckpt_path, options.average)
     prompt = tokenizer.encode(options.prompt)
@@ -48,17 +50,21 @@ def run(args: list[str]) -> None:
     rows = torch.tensor([prompt] * options.samples, device=device)
     tokens = generate_tokens(decoder, rows, count, sampling, generator)
     continuations = _texts(tokens, prompt, options.samples, tokenizer)
-    if options.samples == 1:
+    if options.json == "-":
+        *_, texts = continuations
+    elif options.samples == 1:
         shown = ""
         for (text,) in continuations:
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character whose last bytes are still to come
                 print(_shown(text[len(shown) :]), end="", flush=True)
                 shown = text
         print(_shown(text[len(shown) :]))
+        texts = [text]
     else:
-        *_, last = continuations
-        for number, text in enumerate(last):
+        *_, texts = continuations
+        for number, text in enumerate(texts):
             print(f"--- sample {number}\n{_shown(text)}")
+    write_json(options.json, {"prompt": options.prompt, "samples": texts})
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -72,6 +78,7 @@ def _parse(args: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--average", help="use this average in place of the weights: ema, tail_average")
     parser.add_argument("--prompt", default="", help="the text to continue; empty (the default): a document's start")
+    add_json(parser)
     parser.add_argument("--max_new_tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or as many as fit")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token; default %(default)s")
     parser.add_argument("--top_k", type=int, help="draw among the k most likely tokens only; default: among all")

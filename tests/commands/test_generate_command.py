@@ -1,5 +1,6 @@
 """`generate`: what a checkpoint's model writes, with its own tokenizer, and one line for what cannot be done."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,17 @@ def test_a_seed_repeats_what_is_drawn_and_each_sample_is_its_own(trained, capsys
     first, second = two.split("--- sample 1\n")
     assert first.startswith("--- sample 0\ndef ")
     assert first.removeprefix("--- sample 0\n") != second
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_as_json_it_is_the_text_that_is_printed(trained, tmp_path, capsys, count):
+    options = ["--ckpt_path", trained[2], "--prompt", "def ", "--samples", count, "--max_new_tokens", 20]
+    printed = run(capsys, *options, "--json", tmp_path / "texts.json")
+    alone = json.loads(run(capsys, *options, "--json", "-"))
+    assert alone == json.loads((tmp_path / "texts.json").read_text(encoding="utf-8"))
+    assert (alone["prompt"], len(alone["samples"])) == ("def ", count)
+    heads = [""] if count == 1 else ["--- sample 0\n", "--- sample 1\n"]
+    assert printed == "".join(f"{head}{text}\n" for head, text in zip(heads, alone["samples"], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
