@@ -62,6 +62,11 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
     path = str(given)
     if path == "last" and not is_remote(_folder_of_runs(trainer)):
         return _newest("ckpt_path=last", command, trainer)
+    if path == "best":
+        raise UsageError(
+            "ckpt_path=best: only the program that has trained knows it: give the file, such as "
+            "checkpoints/step=N.ckpt with the best step that `runs` prints"
+        )
     _check(path, trainer, resumes=command == "fit")
     return path
 

@@ -152,7 +152,7 @@ class FreshScore:
                 "stale",
                 f"SafeCheckpoint: {self.monitor} has no value for the weights of step {step}, so this checkpoint and "
                 "later ones like it cannot be the best: let every_n_train_steps be a multiple of the steps between "
-                "validations",
+                "validations, and max_steps too",
             )
         return None
 

@@ -362,7 +362,7 @@ def spikes(log: RunLog) -> Iterator[Finding]:
         f"above the losses around{led}",
         "the learning rate is too high for this phase" if often else "one bad batch",
         f"{lower_lr(log)}; --trainer.callbacks+=StepGuard" if often else "if more come, a lower learning rate; "
-        "--trainer.callbacks+=StepGuard names the data",
+        "--trainer.callbacks+=StepGuard to name the data",
         logged_names(log, "loss", "grad_norm"), tuple(map(int, starts[:8])),
     )  # fmt: skip
 

@@ -353,11 +353,17 @@ def flat(document: Any, before: str = "") -> dict[str, Any]:
 def differing(runs: Sequence[Run]) -> dict[str, str]:
     """The settings in which runs differ: the shortest name that tells them apart, and the whole dotted name.
 
-    A run without any settings on file does not count; a setting that a run lacks counts as one of its own.
+    A run without any settings on file does not count. A setting that a run lacks counts as one of its own, but for those
+    of a callback that is not in the run: the list of callbacks tells it.
     """
     known = [run for run in runs if run.settings]
     names = sorted({name for run in known for name in run.settings})
-    different = [name for name in names if len({repr(run.settings.get(name)) for run in known}) > 1]
+    different = [
+        name
+        for name in names
+        if len({repr(run.settings.get(name)) for run in known}) > 1
+        and not (name.startswith("trainer.callbacks.") and any(name not in run.settings for run in known))
+    ]
     owners = Counter(end for name in different for end in _ends(name))
     return {
         next((end for end in _ends(name) if end not in COLUMNS and owners[end] == 1), name): name for name in different

@@ -23,7 +23,7 @@ PRINTED: tuple[tuple[str, str, Status, str, str], ...] = (  # symptom, its lines
     (
         "collective_timeout", r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for",
         "established", "one rank did not come to a collective of the others",
-        "--trainer.callbacks+=HangWatchdog names that rank",
+        "--trainer.callbacks+=HangWatchdog to name that rank",
     ),
     (
         "out_of_memory", r"OutOfMemoryError|CUDA out of memory|can't allocate memory", "established",
@@ -249,7 +249,7 @@ def stall(log: RunLog) -> Iterator[Finding]:
                 "stall", "warning", "hypothesis", f"{gaps[long].max() / 60:.0f} minutes without a logged step after "
                 f"{shown_steps(steps[:-1][long])}; usually {usual:.3g} s",
                 "a rank or loader that hung, storage that did not answer, or a machine that was suspended",
-                "--trainer.callbacks+=HangWatchdog names the rank; the job's own log of that time",
+                "--trainer.callbacks+=HangWatchdog to name the rank; the job's own log of that time",
                 logged_names(log, "speed"), tuple(map(int, steps[:-1][long][:8])),
             )  # fmt: skip
 

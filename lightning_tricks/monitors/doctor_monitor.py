@@ -4,6 +4,7 @@ import math
 import time
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks._trainer.loop import is_accumulating, logging_step
-from lightning_tricks.logs.finding import MIN_POINTS, Finding
+from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
 from lightning_tricks.logs.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.logs.run_log import RunLog, Series
 from lightning_tricks.logs.scalars import ROLES, check_roles
@@ -21,6 +22,7 @@ from lightning_tricks.logs.symptoms import findings
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED, LOSS
+from lightning_tricks.monitors.tensorboard_dashboard import recipe_of
 
 __all__ = ["DoctorMonitor"]
 
@@ -259,5 +261,7 @@ class DoctorMonitor(pl.Callback):
         if not self._trainer.is_global_zero:
             return
         self.found = [finding for finding in findings(self._log()) if finding.severity != "note"]
+        if recipe_of(self._trainer) is None:  # a script has no options of a command line
+            self.found = [replace(finding, remedy=in_words(finding.remedy)) for finding in self.found]
         for finding in self.found:
             self._warn_once(finding.symptom, f"DoctorMonitor: {finding.symptom}: {finding.line()}")

@@ -204,6 +204,7 @@ def test_two_starts_at_once_get_two_folders(monkeypatch):
         ("test", None, "^test needs a checkpoint"),
         ("predict", None, "^predict needs a checkpoint"),
         ("validate", "last", "^ckpt_path=last: there is no checkpoint in runs/toy: give the path"),
+        ("validate", "best", "^ckpt_path=best: only the program that has trained knows it: give the file"),
         ("fit", "last", "^ckpt_path=last: there is no checkpoint in runs/toy: start a new run at step 0 with"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import short_run
@@ -233,6 +234,13 @@ def test_the_runs_of_a_folder_are_sorted_and_show_the_settings_that_differ(three
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]][:2] == ["a/version_2", "a/version_10"]
     door.run(["runs", str(three), "--sort=lr", "--descending"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]][:2] == ["a/version_10", "a/version_2"]
+
+
+def test_a_callback_that_is_taken_out_is_one_setting_that_differs():
+    sample = {"class_path": "SampleText", "init_args": {"seed": 0}}
+    guard, wide = ({"class_path": "StepGuard", "init_args": {"sigmas": sigmas}} for sigmas in (6, 8))
+    runs = [SimpleNamespace(settings=flat({"trainer": {"callbacks": each}})) for each in ([sample, guard], [wide])]
+    assert differing(runs) == {"callbacks": "trainer.callbacks", "sigmas": "trainer.callbacks.StepGuard.sigmas"}
 
 
 def test_a_narrow_table_goes_without_the_columns_that_matter_least_and_names_them(three, capsys, monkeypatch):
