@@ -353,8 +353,8 @@ def flat(document: Any, before: str = "") -> dict[str, Any]:
 def differing(runs: Sequence[Run]) -> dict[str, str]:
     """The settings in which runs differ: the shortest name that tells them apart, and the whole dotted name.
 
-    A run without any settings on file does not count. A setting that a run lacks counts as one of its own, but for those
-    of a callback that is not in the run: the list of callbacks tells it.
+    A run without any settings on file does not count. A setting that a run lacks counts as one of its own, unless it is
+    one of a callback: the list of callbacks tells that.
     """
     known = [run for run in runs if run.settings]
     names = sorted({name for run in known for name in run.settings})
