@@ -55,7 +55,7 @@ LINEAR = lt.WarmupLinear(warmup_steps=2)
 HERE = {
     "nothing": GoesOn({}),
     # optimizer and schedule
-    "learning rate": GoesOn({"optimizer": adamw(0.04)}, JUMP, lr=0.04 * 2 / 3, weights=False),
+    "learning rate, `--model.optimizer.lr`": GoesOn({"optimizer": adamw(0.04)}, JUMP, lr=0.04 * 2 / 3, weights=False),
     "schedule": GoesOn({"schedule": lt.WarmupConstant(warmup_steps=2)}, JUMP, lr=0.02, weights=False),
     "more `max_steps`": GoesOn({"max_steps": 16}, JUMP, lr=0.02 * 12 / 14, rows=False, weights=False, steps=16),
     "`max_steps` that are reached": GoesOn({"max_steps": 3}, rows=False, weights=False, steps=SAVED),

@@ -26,10 +26,11 @@ class Deadline:
 
     Args:
         ends: whether the process ends then.
+        file: a file descriptor for the stacks; the process's stderr if None.
     """
 
-    def __init__(self, ends: bool = True) -> None:
-        self.ends = ends
+    def __init__(self, ends: bool = True, file: int | None = None) -> None:
+        self.ends, self.file = ends, file
 
     def set(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now; infinite seconds cancel it."""
@@ -56,7 +57,7 @@ def _set_timer() -> None:
             faulthandler.cancel_dump_traceback_later()
         else:
             seconds = min(max(_set[nearest] - now, 0.001), _LONGEST)
-            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=sys.__stderr__ or 2)
+            faulthandler.dump_traceback_later(seconds, exit=nearest.ends, file=nearest.file or sys.__stderr__ or 2)
 
 
 def _forget_deadlines() -> None:

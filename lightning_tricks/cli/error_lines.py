@@ -240,6 +240,9 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
         names = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
         near = did_you_mean(config["strategy"], [*pl.strategies.StrategyRegistry.available_strategies(), *names])
         return f"trainer.strategy={config['strategy']}: no such strategy{near}"
+    if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", said):
+        name = twice[1]
+        return f"trainer.callbacks: there are two {name}: give --trainer.callbacks-={name} before the one to keep"
     return f"trainer: {said}"
 
 

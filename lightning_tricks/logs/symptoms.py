@@ -355,7 +355,9 @@ def activations_grow(log: RunLog) -> Iterator[Finding]:
     """The outputs of a block have grown out of all proportion."""
     for name, series in log.like("activations/", "/rms").items():
         values = series.finite().values
-        late = float(np.median(values[len(values) // 2 :])) if len(values) >= 3 else 0.0
+        if len(values) < 3:
+            continue
+        late = float(np.median(values[len(values) // 2 :]))
         if late > GROWN_ACTIVATIONS * max(values[0], 1.0):
             yield Finding(
                 "activations_grow", "warning", "hypothesis",

@@ -244,7 +244,7 @@ class TensorBoardDashboard(pl.Callback):
         if value is not None and not trainer.sanity_checking:
             self._result = float(value)
             for validation, _ in self._curves:
-                validation.log_metrics({LOSS: self._result}, max(logging_step(trainer) - 1, 0))
+                validation.log_metrics({LOSS: self._result}, logging_step(trainer))
                 validation.save()
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:

@@ -92,7 +92,7 @@ def test_the_page_shows_what_is_printed(to, named, tied, start, tmp_path, capsys
     (shown,) = re.findall(rf"```text\n({start}.*?)```", page, re.S)
 
     def form(text):
-        return re.sub(r"[\d,.]*\d(e[+-]\d+)?", "#", re.sub(r"^\S+\.ckpt", "PATH", text, flags=re.M))
+        return re.sub(r"[\d,.]*\d(e[+-]\d+| [KMG]iB)?", "#", re.sub(r"^\S+\.ckpt", "PATH", text, flags=re.M))
 
     assert form(printed) == form(shown)
 

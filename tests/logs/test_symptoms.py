@@ -430,6 +430,11 @@ def test_a_loss_that_loses_most_of_its_first_fall_again_is_an_early_spike_unless
     assert findings(healthy(train__loss=back, data__seq_len=rows)) == []
 
 
+def test_a_metric_that_was_never_finite_ends_no_rule():
+    never = {name.replace("/", "__"): np.full(len(series), NAN) for name, series in healthy().metrics.items()}
+    assert [each.symptom for each in findings(log_of(**never))] == ["not_finite"]
+
+
 def test_noise_of_a_small_loss_of_another_kind_is_no_early_spike():
     toy = spoilt(0.05 * np.exp(-STEPS / 80), slice(1, 6), 0.3)
     assert "early_spike" not in {each.symptom for each in findings(log_of(train__loss=toy))}
