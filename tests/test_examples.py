@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pages
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LINE = (
     r"step {last}/{last} \(100%\)  loss [\d.]+  norm [\d.e-]+  lr {lr}  [\d.]+k? {unit}/s  MFU [\d.]+%  [\d.]+ GiB  "
-    r"ETA 0:0\d:\d\d"  # of the last validation
+    r"ETA 0:00:00"
 )
 
 

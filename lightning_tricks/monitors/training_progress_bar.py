@@ -74,7 +74,9 @@ def shown(metrics: Mapping[str, Any], parts: Parts) -> list[str]:
 
 
 class TrainingProgressBar(pl.callbacks.ProgressBar):
-    """Print one line every `log_every_n_steps`, redrawn on a terminal, kept in a log file. Never changes training.
+    """Print one line every `log_every_n_steps`. Never changes training.
+
+    A log file keeps each line. On a terminal the line is redrawn, and one stays at each tenth of the run.
 
     Shows the loss of the step over all its micro-batches and ranks, see `StepLoss`, and what the monitors logged by
     then: gradient norm, lr, tokens/s (or samples/s), MFU and memory, each where it has a value. Then the time left: the
@@ -189,9 +191,10 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         step, total = trainer.global_step, self._total or 0
         position = f"step {step}/{total} ({step / total:.0%})" if total else f"step {step}"
         metrics = {**trainer.callback_metrics, LOGGED: self._loss.latest}
+        begins_tenth = total > 0 and 10 * step // total > 10 * self._last_step // total
         parts = [position, *shown(metrics, TRAIN), *self._time_left(step, total)]
         line = fitted(parts, shutil.get_terminal_size().columns) if self._redraw else "  ".join(parts)
-        self._write(line, "" if self._redraw and step != total else "\n")
+        self._write(line, "" if self._redraw and step != total and not begins_tenth else "\n")
 
     def _time_left(self, step: int, total: int) -> list[str]:
         """The time for the steps and validations that are left; restarts the clock."""
@@ -199,5 +202,5 @@ class TrainingProgressBar(pl.callbacks.ProgressBar):
         seconds, steps = self._seconds + now - self._started, step - self._last_step
         self._seconds, self._started, self._last_step = 0.0, now, step
         validations = (total - self._validated) // self._validation_steps * self._validation_seconds
-        left = seconds / max(steps, 1) * (total - step) + validations
+        left = seconds / max(steps, 1) * (total - step) + validations if step < total else 0.0
         return [f"ETA {hours_minutes_seconds(left)}"] if total and steps else []

@@ -299,12 +299,11 @@ def terminal(monkeypatch):
     return monkeypatch
 
 
-def test_on_a_terminal_the_line_is_redrawn_and_the_last_one_stays(capsys, terminal):
-    run(TrainingProgressBar(), val_check_interval=20)
-    out = capsys.readouterr().out
-    assert re.sub(r"  loss [^\r\n]*", "", out) == (
-        "\r\x1b[2Kstep 2/6 (33%)\r\x1b[2Kstep 4/6 (67%)\r\x1b[2Kstep 6/6 (100%)\n"
-    )
+def test_on_a_terminal_the_line_is_redrawn_and_one_stays_at_each_tenth_of_the_run(capsys, terminal):
+    run(TrainingProgressBar(), val_check_interval=20, log_every_n_steps=1, max_steps=20)
+    out = re.sub(r"  loss [^\r\n]*", "", capsys.readouterr().out)
+    assert out.startswith("\r\x1b[2Kstep 1/20 (5%)\r\x1b[2Kstep 2/20 (10%)\n\r\x1b[2Kstep 3/20 (15%)\r")
+    assert re.findall(r"step (\d+)[^\r\n]*\n", out) == [str(step) for step in range(2, 21, 2)]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +330,7 @@ def test_a_line_wider_than_the_terminal_is_cut(capsys, terminal):
     terminal.setenv("COLUMNS", "22")
     run(TrainingProgressBar(), Monitors(), val_check_interval=20)
     assert capsys.readouterr().out.split("\r\x1b[2K")[1:] == [
-        f"step {step}/6 ({part}%)  loss 1"[:21] + end for step, part, end in [(2, 33, ""), (4, 67, ""), (6, 100, "\n")]
+        f"step {step}/6 ({part}%)  loss 1"[:21] + "\n" for step, part in [(2, 33), (4, 67), (6, 100)]
     ]
 
 
