@@ -303,7 +303,7 @@ def test_on_a_terminal_the_line_is_redrawn_and_one_stays_at_each_tenth_of_the_ru
     run(TrainingProgressBar(), val_check_interval=20, log_every_n_steps=1, max_steps=20)
     out = re.sub(r"  loss [^\r\n]*", "", capsys.readouterr().out)
     assert out.startswith("\r\x1b[2Kstep 1/20 (5%)\r\x1b[2Kstep 2/20 (10%)\n\r\x1b[2Kstep 3/20 (15%)\r")
-    assert re.findall(r"step (\d+)[^\r\n]*\n", out) == [str(step) for step in range(2, 21, 2)]
+    assert re.findall(r"step (\d+)/[^\r\n]*\n", out) == [str(step) for step in range(2, 21, 2)]
 
 
 @pytest.mark.parametrize(
