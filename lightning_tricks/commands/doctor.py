@@ -15,7 +15,7 @@ from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
 from lightning_tricks.logs.loss_symptoms import MIN_VALIDATIONS
-from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
+from lightning_tricks.logs.page import LOG_WORD, Curve, figure, is_wide, limits, page, plot, thinned
 from lightning_tricks.logs.run import find_run, last_written, run_folders
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
 from lightning_tricks.logs.symptoms import ADVERSARIAL, OF_ONE_LOSS, TELLING, findings
@@ -40,7 +40,7 @@ CHECKS = (  # in words, if its result is told; role and points that it needs; sy
 _LEGEND = """<p>The word behind a cause: established, the log shows it; supported, two signals agree; hypothesis, it is
 the usual one. In the plots, dashed lines are the steps of the finding and the clip, red bands NaN or infinity.</p>"""
 _STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
-_WIDE_SPAN, _OUTLIERS = 100.0, 0.05  # a logarithmic axis: largest over smallest value, but for slow first steps
+_SLOW_FIRST = 0.05  # of the points of a speed, which decide on no logarithmic axis: the first steps are slow
 _LONGEST = 300  # characters of a printed line
 
 
@@ -110,18 +110,11 @@ class Report:
     def _good(self) -> Iterator[str]:
         """The checks that had the points that they need, and no finding."""
         without = {finding.symptom for finding in self.found}
-        without |= {"clip_pinned"} if self._clip() is None else set()
+        without |= set() if self.log.clip_norm() > 0 else {"clip_pinned"}
         without |= set(OF_ONE_LOSS) if any(map(ADVERSARIAL.search, self.log.metrics)) else set()
         for words, role, points, symptoms, _ in CHECKS:
             if words and len(self.log[role].finite()) >= points and without.isdisjoint(symptoms.split()):
                 yield words
-
-    def _clip(self) -> float | None:
-        """The norm to which gradients are clipped; None without one."""
-        logged = self.log["clip_norm"].values
-        limit = float(logged[-1]) if len(logged) else self.log.setting("trainer.gradient_clip_val")
-        by_value = self.log.setting("trainer.gradient_clip_algorithm") == "value"
-        return limit if isinstance(limit, int | float) and limit > 0 and not by_value else None
 
     def _rows(self, finding: Finding) -> list[tuple[str, str]]:
         has_options = any(name.startswith("trainer.") for name in self.log.settings)  # a command line ran it
@@ -170,9 +163,13 @@ class Report:
         )
 
     def _plots(self, names: Iterable[str], steps: Sequence[float] = ()) -> str:
-        norm, logged = self.log.names.get("grad_norm"), self.log.metrics
-        levels = {name: self._clip() if name == norm else None for name in names if name in logged}
-        drawn = "".join(plot_of(logged[name], name, steps, level) for name, level in levels.items())
+        clips = {self.log.name("grad_norm"): self.log.clip_norm()}
+        slow = {self.log.name(role): _SLOW_FIRST for role in ("speed", "mfu")}
+        drawn = "".join(
+            plot_of(self.log.metrics[name], name, steps, clips.get(name, 0.0), slow.get(name, 0.0))
+            for name in names
+            if name in self.log.metrics
+        )
         return f'<div class="plots">{drawn}</div>' if drawn else ""
 
     def _section(self, finding: Finding) -> str:
@@ -184,18 +181,26 @@ class Report:
         return f'<section class="{finding.severity}">{head}{self._plots(finding.metrics, finding.steps)}</section>'
 
 
-def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float | None = None) -> str:
-    """A metric over steps, with lines at marked steps and the clip, and bands where it is not finite; extremes stay."""
+def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float = 0.0, low_share: float = 0.0) -> str:
+    """A metric over steps: lines at marked steps and the clip, bands where it is not finite; extremes stay.
+
+    Args:
+        series: its points.
+        name: as logged.
+        marks: steps.
+        clip: a level to show; 0 for none.
+        low_share: of the lowest points, which make no axis logarithmic.
+    """
     points, bad = thinned(series.finite()), ~np.isfinite(series.values)
     firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
     bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
-    values = points.values if clip is None else np.append(points.values, np.full(len(points), clip))
-    log = len(values) > 0 and values.min() > 0 and values.max() > _WIDE_SPAN * np.quantile(values, _OUTLIERS)
+    values = np.append(points.values, [clip] * (clip > 0 and len(points) > 0))
+    log = is_wide(np.sort(values)[int(low_share * len(values)) :]) and bool(values.min() > 0)
     scale = np.log10 if log else np.asarray
     curve = Curve(0, name, points.steps.astype(np.float64), scale(points.values))
-    level = None if clip is None else (f"clip {clip:.4g}", float(scale(clip)))
-    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=bool(log), level=level)
-    return figure(drawn, f"{name} over steps{', logarithmic' if log else '' if len(points) else ': no finite value'}")
+    level = (f"clip {clip:.4g}", float(scale(clip))) if clip > 0 else None
+    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=log, level=level)
+    return figure(drawn, f"{name} over steps{LOG_WORD if log else '' if len(points) else ': no finite value'}")
 
 
 def run(args: list[str]) -> None:

@@ -15,6 +15,7 @@ _TICKS, _COLORS = 5, 6
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
+LOG_WORD, _WIDE_SPAN = ", logarithmic", 100.0  # of a caption; largest over smallest value of such an axis
 _MARGIN, _LARGEST = 0.06, 1e300  # of the height of a plot, above and below; a value whose double is finite
 
 
@@ -54,6 +55,11 @@ def limits(values: Floats) -> tuple[float, float]:
     low, high = max(float(values.min()), -_LARGEST), min(float(values.max()), _LARGEST)
     margin = _MARGIN * (high - low) or max(abs(low) * _MARGIN, 1e-6)
     return low - margin, high + margin
+
+
+def is_wide(values: Floats) -> bool:
+    """Whether values are positive and span so much that their axis is logarithmic."""
+    return len(values) > 0 and bool(values.min() > 0 and values.max() >= _WIDE_SPAN * values.min())
 
 
 def plot(

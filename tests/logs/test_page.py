@@ -41,8 +41,8 @@ def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
 
 
 def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_caption_says_so():
-    def drawn(values, clip=None):
-        return plot_of(Series(np.arange(len(values)), np.array(values, dtype=float)), "norm", clip=clip)
+    def drawn(values, *options):
+        return plot_of(Series(np.arange(len(values)), np.array(values, dtype=float)), "norm", (), *options)
 
     wide = drawn([1.0, 10.0, 100.0, 1000.0] * 10)
     assert "norm over steps, logarithmic<" in wide
@@ -51,8 +51,11 @@ def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_capti
     assert np.diff(heights) == pytest.approx([heights[1] - heights[0]] * 3, abs=0.2)
     assert "norm: 1000 at the end" in wide
     assert re.findall(r'text-anchor="end">([^<]*)<', drawn([1.0, 110.0] * 10)) == ["1", "10", "100"]  # no 3.1623
-    for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [1e-9] + [1.0] * 39):
+    for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [-1.0] + [1.0] * 39 + [1e6]):
         assert "logarithmic" not in drawn(values)
+    assert "logarithmic" in drawn([8.3] + [9521.0] * 99)  # a loss that diverged at once
+    slow_first = [1e-9] + [1.0] * 39  # of a speed
+    assert ["logarithmic" in drawn(slow_first, 0.0, share) for share in (0.0, 0.05)] == [True, False]
     clipped = drawn([1.0, 2.0] * 20, 0.001)
     assert "logarithmic" in clipped
     assert ">clip 0.001</text>" in clipped
