@@ -167,13 +167,13 @@ _PAGE = """<!doctype html>
   .g4 {{ --tone: #bc8cff; }} .g5, .warning {{ --tone: #d29922; }} }}
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
   background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.1rem; }} .verdict {{ font-weight: 600; }} h2 b {{ color: var(--tone); }}
-section[class] {{ border-left: 4px solid var(--tone); padding-left: .8rem; margin: 2rem 0; }}
+h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.1rem; }} .verdict, dt {{ font-weight: 600; }}
+b {{ color: var(--tone); }} section {{ border-left: 4px solid var(--tone); padding-left: .8rem; margin: 1.5rem 0; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; }}
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th:first-child {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
-dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem; }}
+dl {{ display: grid; grid-template-columns: minmax(auto, 9rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; overflow: visible; }}
 svg svg {{ overflow: hidden; }} line {{ stroke: var(--faint); }} .mark {{ stroke: var(--red); stroke-dasharray: 3 3; }}
