@@ -74,8 +74,8 @@ def test_the_points_of_a_short_curve_are_dots():
 def test_the_page_is_not_wider_than_a_phone(tmp_path):
     long = "/runs/" + "a_very_long_folder_" * 6
     rows = [
-        ["val/loss", "A", "B", "B - A"],
-        ["at 200 steps, 102k tokens, 9B FLOPs", "4.6", "4.0", "-0.6099 ± 0.0018"],
+        ["val/loss", "A", "B", "C", "B - A", "C - A"],
+        ["at 200 steps, 102k tokens, 9B FLOPs", "4.6", "4.0", "6693.4604", "-0.6099 ± 0.0018", "+6690.1019 ± 0.0537"],
     ]
     (tmp_path / "a.html").write_text(
         page(f"{long}: 40 steps", [f"<p>{long}</p>", plot_of(Series(np.arange(9), np.ones(9)), long), html_table(rows)])
@@ -88,6 +88,8 @@ def test_the_page_is_not_wider_than_a_phone(tmp_path):
         shown.goto((tmp_path / "a.html").as_uri())
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
         assert shown.evaluate("document.querySelector('.wide').scrollWidth") <= 390 - 2 * 16  # no part to scroll to
+        cells = "[...document.querySelectorAll('td')].map(cell => cell.getBoundingClientRect().right)"
+        assert max(shown.evaluate(cells)) <= 390 - 16  # none is cut
 
 
 def test_ticks_are_round_and_limits_have_a_margin():
