@@ -126,7 +126,7 @@ def _verdict(found: Comparison, number: int) -> str:
     span = f"{_percent(found.level)} interval {low:+.4f} to {high:+.4f}, {interval.method}"
     if kind == "no difference":
         return (
-            f"{a} and {b}: no difference that these seeds can show: {b} - {a} = {interval.difference:+.4f} {where} "
+            f"{a} and {b} are not distinguishable by these seeds: {b} - {a} = {interval.difference:+.4f} {where} "
             f"({span}); only one above {interval.half_width:.4f} would show"
         )
     values = f"{found.metric} {_figure(row.means[number])} against {_figure(row.means[0])}"
@@ -141,10 +141,10 @@ def _where(row: Row) -> str:
 def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     """What may be said of one run each: which was lower, and at how many points."""
     difference, a, b = found.row.difference(number), found.groups[0].letter, found.groups[number].letter
-    lower, count = found.lower_at(number)
-    less = "lower" if difference < 0 else "higher"
-    which = f"{less} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
-    words = f", and lower at {lower} of {count} points" if count else ""
+    kind = "lower" if difference < 0 else "higher"
+    which = f"{kind} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
+    same, count = found.points_beside(number, difference)
+    words = f", and {kind if difference else 'equal'} at {same} of {count} points" if count else ""
     return f"{b} is {which} {where}{words} (one seed each: no statement of significance)"
 
 
@@ -345,7 +345,7 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
             y_max=10**high if log else high,
             y_as_log=log,
             x_gridlines=[],
-            character_set="ascii",
+            character_set="braille" if unicode and (shows_color() or len(curves) == 1) else "ascii",
             color=shows_color(),
         )
     except UsageError as error:

@@ -159,9 +159,7 @@ def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "no difference"
     half = welch([3.0, 3.2], [3.05, 3.1], 0.95).half_width
-    assert verdicts(found)[0].startswith(
-        "A and B: no difference that these seeds can show: B - A = -0.0250 at 40 steps"
-    )
+    assert verdicts(found)[0].startswith("A and B are not distinguishable by these seeds: B - A = -0.0250 at 40 steps")
     assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
     assert verdicts(found)[0].endswith(f"only one above {half:.4f} would show")
 
@@ -189,6 +187,7 @@ def test_one_run_takes_the_spread_of_the_others(tmp_path):
 def test_two_single_runs_are_described_and_no_more(tmp_path):
     seeds_of(tmp_path, "a", [3.0])
     seeds_of(tmp_path, "b", [2.0], lr=3e-3)
+    seeds_of(tmp_path, "a2", [3.0])
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "not known"
     assert verdicts(found) == [
@@ -196,6 +195,9 @@ def test_two_single_runs_are_described_and_no_more(tmp_path):
         "significance)"
     ]
     assert "give --seed_noise" in text(found, [])
+    swapped, same = compared(tmp_path / "b", tmp_path / "a"), compared(tmp_path / "a", tmp_path / "a2", by="runs")
+    assert "B is higher than A by 1.0000 at 40 steps, and higher at 4 of 4 points (" in verdicts(swapped)[0]
+    assert "B is equal to A at 40 steps, and equal at 4 of 4 points (" in verdicts(same)[0]
     given = compared(tmp_path / "a", tmp_path / "b", seed_noise=0.1)
     assert given.verdict(1) == "better"
     assert given.row.intervals[1].half_width == pytest.approx(1.959963984540054 * 0.1 * math.sqrt(2), rel=1e-6)
@@ -350,12 +352,16 @@ def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
     assert all(f">x{i}<" in page(found, []) for i in range(30))
 
 
-def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_verdict(tmp_path):
+def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_verdict(tmp_path, monkeypatch):
     pytest.importorskip("uniplot")
     lines = draw_in_terminal(two(tmp_path), columns=60, unicode=False)
     assert [line for line in lines if line.startswith("val/loss over ")] == ["val/loss over steps"]
     assert all(line.isascii() and len(line) <= 60 for line in lines)
     assert sum("+ A" in line and "x B" in line for line in lines) == 1
+    assert not any("⠀" < character <= "⣿" for line in draw_in_terminal(two(tmp_path), 60, True) for character in line)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # without colors, letters tell curves apart
+    assert any("⠀" < character <= "⣿" for line in draw_in_terminal(two(tmp_path), 60, True) for character in line)
+    monkeypatch.delenv("FORCE_COLOR")
     alone = draw_in_terminal(compared(tmp_path / "a"), columns=60, unicode=False)
     assert any("+ seed_0" in line and "x seed_1" in line for line in alone)
 
