@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from lightning_tricks.logs import table
 from lightning_tricks.logs.compared_run import AXES, axis_text, read_runs
 from lightning_tricks.logs.comparison import LEVEL, Comparison, Row, compare_runs
 from lightning_tricks.logs.intervals import Interval
-from lightning_tricks.logs.page import Curve, limits, thinned
+from lightning_tricks.logs.page import LOG_WORD, Curve, is_wide, limits, thinned
 
 _BEGIN = 0.1  # of the axis: what is higher there may be above the frame
 _HEIGHT, _LABELS = 9, 14  # lines; columns right of the plot for its numbers
@@ -76,10 +77,11 @@ def place_text(row: Row) -> str:
 def _amount(row: Row) -> str:
     assert row.place is not None
     word = axis_text(row.name)
-    if row.name in ("steps", "hours"):
-        if row.name == "hours" and row.place < 0.1:
-            return f"{60 * row.place:.3g} minutes"
-        return f"{row.place:,.0f} {word}" if row.name == "steps" else f"{row.place:.3g} {word}"
+    if row.name == "hours":
+        size, word = table.time_unit(row.place)
+        return f"{row.place / size:.3g} {word}"
+    if row.name == "steps":
+        return f"{row.place:,.0f} {word}"
     return f"{table.human(row.place)} {word}"
 
 
@@ -124,7 +126,7 @@ def _verdict(found: Comparison, number: int) -> str:
     span = f"{_percent(found.level)} interval {low:+.4f} to {high:+.4f}, {interval.method}"
     if kind == "no difference":
         return (
-            f"{a} and {b}: no difference that these seeds can show: {b} - {a} = {interval.difference:+.4f} {where} "
+            f"{a} and {b} are not distinguishable by these seeds: {b} - {a} = {interval.difference:+.4f} {where} "
             f"({span}); only one above {interval.half_width:.4f} would show"
         )
     values = f"{found.metric} {_figure(row.means[number])} against {_figure(row.means[0])}"
@@ -139,10 +141,10 @@ def _where(row: Row) -> str:
 def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     """What may be said of one run each: which was lower, and at how many points."""
     difference, a, b = found.row.difference(number), found.groups[0].letter, found.groups[number].letter
-    lower, count = found.lower_at(number)
-    less = "lower" if difference < 0 else "higher"
-    which = f"{less} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
-    words = f", and lower at {lower} of {count} points" if count else ""
+    kind = "lower" if difference < 0 else "higher"
+    which = f"{kind} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
+    same, count = found.points_beside(number, difference)
+    words = f", and {kind if difference else 'equal'} at {same} of {count} points" if count else ""
     return f"{b} is {which} {where}{words} (one seed each: no statement of significance)"
 
 
@@ -191,7 +193,7 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
     parts = [
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
-        table.html_table(groups_table(found), classes),
+        table.html_table(groups_table(found), classes, left={3}),
         table.html_table(values_table(found)),
         table.html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
@@ -203,11 +205,13 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
 
 
 def _figure_over(found: Comparison, axis: str) -> str:
-    curves = run_curves(found, axis)
-    caption = caption_of(found, axis, curves)
+    curves, unit = run_curves(found, axis)
+    caption = caption_of(found, unit, curves)
+    low, high, log = axis_shown(curves)
     each = [f"{table.human(n)} {axis_text(one)}" for one in ("tokens", "flops") if (n := found.amount_of_step(one))]
     caption += f"; in all runs a step is {', '.join(each)}" if each and axis == "steps" else ""
-    return html.figure(html.plot(curves, ends_shown(curves), axis == "hours"), caption)
+    drawn = [replace(curve, y=np.log10(curve.y)) for curve in curves] if log else curves
+    return html.figure(html.plot(drawn, (low, high), axis == "hours", log=log), caption)
 
 
 def _filled(line: str) -> str:
@@ -278,31 +282,40 @@ def _interval_record(interval: Interval | None) -> dict[str, Any] | None:
 # ---- its curves; the limits show the ends of all
 
 
-def run_curves(found: Comparison, axis: str) -> list[Curve]:
-    """A curve for each run, in the color of its group; of one group, each in a color of its own."""
+def run_curves(found: Comparison, axis: str) -> tuple[list[Curve], str]:
+    """A curve for each run, in the color of its group, and the unit of x; of one group, each in a color of its own."""
     alone = len(found.groups) == 1
-    curves = []
+    curves: list[Curve] = []
+    size, unit = 1.0, axis_text(axis)
+    if axis == "hours":
+        size, unit = table.time_unit(max(float(found.places(run, axis)[-1]) for run in found.runs))
     for number, group in enumerate(found.groups):
         for place, run in enumerate(group.runs):
             outcome, label = thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
-            x = found.places(run, axis, outcome)
+            x = found.places(run, axis, outcome) / size
             curves.append(Curve(place if alone else number, label, x, outcome.values))
-    return curves
+    return curves, unit
 
 
-def ends_shown(curves: list[Curve]) -> tuple[float, float]:
-    """The lowest and the highest value to show: of what comes after the first tenth of the axis."""
+def axis_shown(curves: list[Curve]) -> tuple[float, float, bool]:
+    """The ends of the axis of values, and whether it is logarithmic: then they are logarithms to base 10.
+
+    It has what comes after the first tenth of the curves, their ends and their minima.
+    """
     end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
     later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
     ends = [end for curve in curves if len(curve.y) for end in (curve.y[-1], curve.y.min())]
-    return limits(np.concatenate([*later, ends]))
+    values = np.concatenate([*later, ends])
+    log = is_wide(values)
+    return (*limits(np.log10(values) if log else values), log)
 
 
-def caption_of(found: Comparison, axis: str, curves: list[Curve]) -> str:
-    """What a plot shows, and how high the points are that it does not."""
+def caption_of(found: Comparison, unit: str, curves: list[Curve]) -> str:
+    """What a plot shows over a unit, and how high the points are that it does not."""
     top = max((float(curve.y.max()) for curve in curves if len(curve.y)), default=-math.inf)
-    cut = f"; first values, up to {top:.4g}, are above the frame" if top > ends_shown(curves)[1] else ""
-    return f"{found.metric} over {axis_text(axis)}{cut}"
+    _, high, log = axis_shown(curves)
+    cut = f"; first values, up to {top:.4g}, are above the frame" if top > (10**high if log else high) else ""
+    return f"{found.metric} over {unit}{LOG_WORD * log}{cut}"
 
 
 def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str]:
@@ -316,10 +329,11 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
         unicode: whether it shows more than ASCII.
     """
     axis = found.at if found.at in found.known else found.known[0]
-    firsts = {curve.label: curve for curve in reversed(run_curves(found, axis)) if len(curve.x) > 1}
+    of_runs, unit = run_curves(found, axis)
+    firsts = {curve.label: curve for curve in reversed(of_runs) if len(curve.x) > 1}
     if not (curves := list(reversed(firsts.values()))[: table.MOST_CURVES]):
         return []
-    low, high = ends_shown(curves)
+    low, high, log = axis_shown(curves)
     size, letter = table.unit(max(float(curve.x[-1]) for curve in curves))
     try:
         lines = table.draw_curves(
@@ -327,15 +341,16 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
             width=max(columns - _LABELS, table.LEAST_WIDTH),
             height=_HEIGHT,
             x_unit=letter,
-            y_min=low,
-            y_max=high,
+            y_min=10**low if log else low,
+            y_max=10**high if log else high,
+            y_as_log=log,
             x_gridlines=[],
-            character_set="ascii",
+            character_set="braille" if unicode and (shows_color() or len(curves) == 1) else "ascii",
             color=shows_color(),
         )
     except UsageError as error:
         return [str(error)]
-    lines = [caption_of(found, axis, curves), *lines]
+    lines = [caption_of(found, unit, curves), *lines]
     return lines if unicode else [line.translate(table.TO_ASCII) for line in lines]
 
 

@@ -1,7 +1,7 @@
 """`doctor`: what is wrong with a run, by its logs, with evidence, the likely cause and the remedy. Loads no torch."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks._core.terminal import colored, terminal_columns, wrapped
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
-from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
+from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words, told_once
 from lightning_tricks.logs.loss_symptoms import MIN_VALIDATIONS
-from lightning_tricks.logs.page import Curve, figure, limits, page, plot, thinned
+from lightning_tricks.logs.page import LOG_WORD, Curve, figure, is_wide, limits, page, plot, thinned
 from lightning_tricks.logs.run import find_run, last_written, run_folders
 from lightning_tricks.logs.run_log import RunLog, Series, read_log
 from lightning_tricks.logs.symptoms import ADVERSARIAL, OF_ONE_LOSS, TELLING, findings
@@ -38,9 +38,9 @@ CHECKS = (  # in words, if its result is told; role and points that it needs; sy
     ("", "loss", 0, "slow_rank", "One rank is slower"),
 )  # fmt: skip
 _LEGEND = """<p>The word behind a cause: established, the log shows it; supported, two signals agree; hypothesis, it is
-the usual one. In the plots, dashed lines are the steps of the finding and the clip, red bands NaN or infinity.</p>"""
+the usual one. In the plots, dashed lines are the steps of findings and the clip, red bands NaN or infinity.</p>"""
 _STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}  # by severity
-_WIDE_SPAN, _OUTLIERS = 100.0, 0.05  # a logarithmic axis: largest over smallest value, but for slow first steps
+_SLOW_FIRST = 0.05  # of the points of a speed, which decide on no logarithmic axis: the first steps are slow
 _LONGEST = 300  # characters of a printed line
 
 
@@ -110,34 +110,26 @@ class Report:
     def _good(self) -> Iterator[str]:
         """The checks that had the points that they need, and no finding."""
         without = {finding.symptom for finding in self.found}
-        without |= {"clip_pinned"} if self._clip() is None else set()
+        without |= set() if self.log.clip_norm() > 0 else {"clip_pinned"}
         without |= set(OF_ONE_LOSS) if any(map(ADVERSARIAL.search, self.log.metrics)) else set()
         for words, role, points, symptoms, _ in CHECKS:
             if words and len(self.log[role].finite()) >= points and without.isdisjoint(symptoms.split()):
                 yield words
 
-    def _clip(self) -> float | None:
-        """The norm to which gradients are clipped; None without one."""
-        logged = self.log["clip_norm"].values
-        limit = float(logged[-1]) if len(logged) else self.log.setting("trainer.gradient_clip_val")
-        by_value = self.log.setting("trainer.gradient_clip_algorithm") == "value"
-        return limit if isinstance(limit, int | float) and limit > 0 and not by_value else None
-
-    def _rows(self, finding: Finding) -> list[tuple[str, str]]:
+    def _rows(self) -> Iterator[tuple[int, Finding, list[tuple[str, str]]]]:
+        """The number of each finding, and what is told of it, by name."""
         has_options = any(name.startswith("trainer.") for name in self.log.settings)  # a command line ran it
-        return [
-            ("evidence", finding.evidence),
-            (f"cause ({finding.certainty})", finding.cause),
-            ("remedy", finding.remedy if has_options else in_words(finding.remedy)),
-        ]
+        for number, (finding, remedy) in enumerate(zip(self.found, told_once(self.found), strict=True), 1):
+            rows = [("evidence", finding.evidence), (f"cause ({finding.certainty})", finding.cause)]
+            yield number, finding, [*rows, ("remedy", remedy if has_options else in_words(remedy))]
 
     def text(self, columns: int = sys.maxsize) -> str:
         """The report for a terminal of so many columns."""
         head, *lines = map(printable, self._head())
-        for number, finding in enumerate(self.found, 1):
+        for number, finding, rows in self._rows():
             title = f"{finding.severity}: {finding.symptom.replace('_', ' ')}"
             lines.append(f"{number}. {colored(title, _STYLES[finding.severity])}")
-            lines += [printable(f"   {name}: {text}") for name, text in self._rows(finding)]
+            lines += [printable(f"   {name}: {text}") for name, text in rows]
         return wrapped("\n".join([colored(head, "bold"), *lines, *map(printable, self._end())]), columns, 5)
 
     def record(self) -> dict[str, Any]:
@@ -152,50 +144,69 @@ class Report:
         }
 
     def html(self) -> str:
-        """One page, with a plot of each metric of a finding."""
+        """One page: the findings as links, a plot of each of their metrics, and what is told of each finding."""
         head, *lines = self._head()
         *checked, verdict = self._end()
-        shown = {name for finding in self.found for name in finding.metrics}
-        names = (self.log.names.get(role) for role in ("loss", "val_loss", "grad_norm", "lr"))
-        curves = self._plots([name for name in names if name and name not in shown])
+        told = list(self._rows())
+        links = "".join(f'<li><a href="#f{number}">{_title(finding)}</a></li>' for number, finding, _ in told)
+        remedy = f"<p>First remedy: {html_text(told[0][2][-1][1])}</p>" if told else ""
         return page(
             head,
             [
                 f'<p class="verdict">{html_text(verdict)}</p>',
+                *([f"<ol>{links}</ol>{remedy}"] * bool(told)),
                 *(f"<p>{html_text(line)}</p>" for line in [*lines, *checked]),
-                *([_LEGEND] * bool(self.found)),
-                *map(self._section, self.found),
-                *([f"<section><h2>Curves</h2>{curves}</section>"] * bool(curves)),
+                f'<div class="plots">{"".join(self._plots())}</div>',
+                *([_LEGEND] * bool(told)),
+                *(_section(*each) for each in told),
             ],
         )
 
-    def _plots(self, names: Iterable[str], steps: Sequence[float] = ()) -> str:
-        norm, logged = self.log.names.get("grad_norm"), self.log.metrics
-        levels = {name: self._clip() if name == norm else None for name in names if name in logged}
-        drawn = "".join(plot_of(logged[name], name, steps, level) for name, level in levels.items())
-        return f'<div class="plots">{drawn}</div>' if drawn else ""
-
-    def _section(self, finding: Finding) -> str:
-        rows = self._rows(finding)
-        if section := next((check[-1] for check in CHECKS if finding.symptom in check[3].split()), None):
-            rows.append(("playbook", f"“{section}” in docs/playbook.md of the repository"))
-        told = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in rows)
-        head = f"<h2><b>{finding.severity}</b>: {finding.symptom.replace('_', ' ')}</h2><dl>{told}</dl>"
-        return f'<section class="{finding.severity}">{head}{self._plots(finding.metrics, finding.steps)}</section>'
+    def _plots(self) -> Iterator[str]:
+        """Those of the findings' metrics first; none of a metric that is constant, unless it is a loss."""
+        log, names = self.log, [name for finding in self.found for name in finding.metrics]
+        losses, others = [log.name(role) for role in ("loss", "val_loss")], [log.name("grad_norm"), log.name("lr")]
+        clips = {log.name("grad_norm"): log.clip_norm()}
+        slow = {log.name(role): _SLOW_FIRST for role in ("speed", "mfu")}
+        for name in dict.fromkeys([*names, *losses, *others]):
+            series = log.metrics.get(name, Series.of({}))
+            if len(np.unique(series.values)) > (name not in losses):
+                steps = {step for finding in self.found if name in finding.metrics for step in finding.steps}
+                yield plot_of(series, name, sorted(steps), clips.get(name, 0.0), slow.get(name, 0.0))
 
 
-def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float | None = None) -> str:
-    """A metric over steps, with lines at marked steps and the clip, and bands where it is not finite; extremes stay."""
+def _title(finding: Finding) -> str:
+    return f'<b class="{finding.severity}">{finding.severity}</b>: {finding.symptom.replace("_", " ")}'
+
+
+def _section(number: int, finding: Finding, rows: list[tuple[str, str]]) -> str:
+    if section := next((check[-1] for check in CHECKS if finding.symptom in check[3].split()), None):
+        rows = [*rows, ("playbook", f"“{section}” in docs/playbook.md of the repository")]
+    told = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in rows)
+    head = f"<h2>{number}. {_title(finding)}</h2>"
+    return f'<section class="{finding.severity}" id="f{number}">{head}<dl>{told}</dl></section>'
+
+
+def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float = 0.0, low_share: float = 0.0) -> str:
+    """A metric over steps: lines at marked steps and the clip, bands where it is not finite; extremes stay.
+
+    Args:
+        series: its points.
+        name: as logged.
+        marks: steps.
+        clip: a level to show; 0 for none.
+        low_share: of the lowest points, which make no axis logarithmic.
+    """
     points, bad = thinned(series.finite()), ~np.isfinite(series.values)
     firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
     bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
-    values = points.values if clip is None else np.append(points.values, np.full(len(points), clip))
-    log = len(values) > 0 and values.min() > 0 and values.max() > _WIDE_SPAN * np.quantile(values, _OUTLIERS)
+    values = np.append(points.values, [clip] * (clip > 0 and len(points) > 0))
+    log = is_wide(np.sort(values)[int(low_share * len(values)) :]) and bool(values.min() > 0)
     scale = np.log10 if log else np.asarray
     curve = Curve(0, name, points.steps.astype(np.float64), scale(points.values))
-    level = None if clip is None else (f"clip {clip:.4g}", float(scale(clip)))
-    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=bool(log), level=level)
-    return figure(drawn, f"{name} over steps{', logarithmic' if log else '' if len(points) else ': no finite value'}")
+    level = (f"clip {clip:.4g}", float(scale(clip))) if clip > 0 else None
+    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=log, level=level)
+    return figure(drawn, f"{name} over steps{LOG_WORD if log else '' if len(points) else ': no finite value'}")
 
 
 def run(args: list[str]) -> None:

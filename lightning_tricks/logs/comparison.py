@@ -210,11 +210,14 @@ class Comparison:
                 found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found
 
-    def lower_at(self, number: int) -> tuple[int, int]:
-        """At how many of the points that a group's first run shares with the first group's it is lower, and of all."""
+    def points_beside(self, number: int, difference: float) -> tuple[int, int]:
+        """At how many of the points that a group's first run shares with the first group's it lies as at a difference.
+
+        Below for a negative one, above for a positive one, on it for 0; and the number of all points.
+        """
         one, other = (self.outcomes[self.groups[each].runs[0].name] for each in (0, number))
         _, a, b = np.intersect1d(one.steps, other.steps, return_indices=True)
-        return int((other.values[b] < one.values[a]).sum()), len(a)
+        return int((np.sign(other.values[b] - one.values[a]) == np.sign(difference)).sum()), len(a)
 
 
 def compare_runs(

@@ -15,6 +15,7 @@ _TICKS, _COLORS = 5, 6
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
+LOG_WORD, _WIDE_SPAN = ", logarithmic", 100.0  # of a caption; largest over smallest value of such an axis
 _MARGIN, _LARGEST = 0.06, 1e300  # of the height of a plot, above and below; a value whose double is finite
 
 
@@ -56,6 +57,11 @@ def limits(values: Floats) -> tuple[float, float]:
     return low - margin, high + margin
 
 
+def is_wide(values: Floats) -> bool:
+    """Whether values are positive and span so much that their axis is logarithmic."""
+    return len(values) > 0 and bool(values.min() > 0 and values.max() >= _WIDE_SPAN * values.min())
+
+
 def plot(
     curves: Iterable[Curve],
     ends: tuple[float, float],
@@ -80,11 +86,12 @@ def plot(
     if not curves:
         return "<svg></svg>"
     low, high = ends
-    end = max([float(curve.x[-1]) for curve in curves] + [last for _, last in bands]) or 1.0
+    begin = min([float(curve.x[0]) for curve in curves] + [first for first, _ in bands])
+    end = max([float(curve.x[-1]) for curve in curves] + [last for _, last in bands])
     wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
     def x_of(value: float) -> float:
-        return _LEFT + value / end * (wide - _RIGHT)
+        return _LEFT + (value - begin) / ((end - begin) or 1.0) * (wide - _RIGHT)
 
     def y_of(value: float) -> float:
         return tall - (min(value, high + (high - low)) - low) / (high - low) * tall
@@ -96,7 +103,7 @@ def plot(
         y, shown = y_of(tick), f"{value_at(tick):.5g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
-    for tick in ticks(0.0, end):
+    for tick in ticks(begin, end):
         shown = f"{tick:.3g}" if small or not tick else human(tick)
         parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{shown}</text>')
     # what is above the frame is cut off by this inner one
@@ -104,7 +111,7 @@ def plot(
     for first, last in bands:
         wide_of = max(x_of(last) - x_of(first), 2.0)
         parts.append(f'<rect class="bad" x="{x_of(first):.1f}" width="{wide_of:.1f}" height="{tall}">{_BAD}</rect>')
-    for mark in (x_of(mark) for mark in marks if mark <= end):
+    for mark in (x_of(mark) for mark in marks if begin <= mark <= end):
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
     for curve in curves:
         points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True)]
@@ -161,13 +168,13 @@ _PAGE = """<!doctype html>
   .g4 {{ --tone: #bc8cff; }} .g5, .warning {{ --tone: #d29922; }} }}
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
   background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }}
-h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.1rem; }} .verdict {{ font-weight: 600; }} h2 b {{ color: var(--tone); }}
-section[class] {{ border-left: 4px solid var(--tone); padding-left: .8rem; margin: 2rem 0; }}
+h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.1rem; }} .verdict, dt {{ font-weight: 600; }}
+b {{ color: var(--tone); }} section {{ border-left: 4px solid var(--tone); padding-left: .8rem; margin: 1.5rem 0; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; margin: .8rem 0; }}
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
-th:first-child {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
-dt {{ font-weight: 600; }} dd {{ margin: 0 0 .4rem; }}
+th:first-child, .left {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
+dl {{ display: grid; grid-template-columns: minmax(auto, 9rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; overflow: visible; }}
 svg svg {{ overflow: hidden; }} line {{ stroke: var(--faint); }} .mark {{ stroke: var(--red); stroke-dasharray: 3 3; }}
@@ -175,8 +182,10 @@ polyline {{ fill: none; stroke: var(--tone); stroke-width: 1.5; vector-effect: n
 path {{ stroke: var(--tone); stroke-width: 6; stroke-linecap: round; }} .dashed {{ stroke-dasharray: 5 3; }}
 .frame {{ fill: none; stroke: var(--faint); }}
 text {{ font-size: 11px; fill: currentColor; }}
-@media (max-width: 600px) {{ text {{ font-size: 16px; }} th, td {{ font-size: 13px; padding-right: .5rem; }}
-  tbody th:not(:has(i)), td {{ white-space: normal; overflow-wrap: normal; }} }}
+@media (max-width: 600px) {{ text {{ font-size: 16px; }} dl {{ display: block; }}
+  thead th:not(:first-child), td:empty {{ display: none; }} tr > * {{ border: 0; white-space: normal; }}
+  tr {{ display: flex; flex-wrap: wrap; border-bottom: 1px solid var(--faint); }} th:first-child {{ flex-basis: 100%; }}
+  td::before {{ content: attr(data-head) " "; opacity: .6; }} }}
 .bad {{ fill: var(--red); opacity: .2; }} .legend span {{ margin-right: 1.2rem; white-space: nowrap; }}
 i {{ background: var(--tone); display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem;
   border-radius: 2px; vertical-align: -1px; }}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from made_logs import run_in
 
 from lightning_tricks import __main__ as door
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.compare import draw_in_terminal, ends_shown, page, run_curves, text, verdicts
+from lightning_tricks.commands.compare import axis_shown, draw_in_terminal, page, run_curves, text, verdicts
 from lightning_tricks.logs.compared_run import outcome_of, read_runs
 from lightning_tricks.logs.comparison import compare_runs
 from lightning_tricks.logs.intervals import paired, pooled_spread, welch, with_spread
@@ -158,9 +159,7 @@ def test_a_difference_within_the_spread_of_seeds_is_none_that_they_can_show(tmp_
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "no difference"
     half = welch([3.0, 3.2], [3.05, 3.1], 0.95).half_width
-    assert verdicts(found)[0].startswith(
-        "A and B: no difference that these seeds can show: B - A = -0.0250 at 40 steps"
-    )
+    assert verdicts(found)[0].startswith("A and B are not distinguishable by these seeds: B - A = -0.0250 at 40 steps")
     assert "Welch's t over 2 and 2 seeds" in verdicts(found)[0]
     assert verdicts(found)[0].endswith(f"only one above {half:.4f} would show")
 
@@ -188,6 +187,7 @@ def test_one_run_takes_the_spread_of_the_others(tmp_path):
 def test_two_single_runs_are_described_and_no_more(tmp_path):
     seeds_of(tmp_path, "a", [3.0])
     seeds_of(tmp_path, "b", [2.0], lr=3e-3)
+    seeds_of(tmp_path, "a2", [3.0])
     found = compared(tmp_path / "a", tmp_path / "b")
     assert found.verdict(1) == "not known"
     assert verdicts(found) == [
@@ -195,6 +195,9 @@ def test_two_single_runs_are_described_and_no_more(tmp_path):
         "significance)"
     ]
     assert "give --seed_noise" in text(found, [])
+    swapped, same = compared(tmp_path / "b", tmp_path / "a"), compared(tmp_path / "a", tmp_path / "a2", by="runs")
+    assert "B is higher than A by 1.0000 at 40 steps, and higher at 4 of 4 points (" in verdicts(swapped)[0]
+    assert "B is equal to A at 40 steps, and equal at 4 of 4 points (" in verdicts(same)[0]
     given = compared(tmp_path / "a", tmp_path / "b", seed_noise=0.1)
     assert given.verdict(1) == "better"
     assert given.row.intervals[1].half_width == pytest.approx(1.959963984540054 * 0.1 * math.sqrt(2), rel=1e-6)
@@ -349,12 +352,16 @@ def test_many_settings_are_cut_and_the_page_has_them_all(tmp_path):
     assert all(f">x{i}<" in page(found, []) for i in range(30))
 
 
-def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_verdict(tmp_path):
+def test_the_terminal_draws_the_first_run_of_each_group_over_the_axis_of_the_verdict(tmp_path, monkeypatch):
     pytest.importorskip("uniplot")
     lines = draw_in_terminal(two(tmp_path), columns=60, unicode=False)
     assert [line for line in lines if line.startswith("val/loss over ")] == ["val/loss over steps"]
     assert all(line.isascii() and len(line) <= 60 for line in lines)
     assert sum("+ A" in line and "x B" in line for line in lines) == 1
+    assert not any("⠀" < character <= "⣿" for line in draw_in_terminal(two(tmp_path), 60, True) for character in line)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # without colors, letters tell curves apart
+    assert any("⠀" < character <= "⣿" for line in draw_in_terminal(two(tmp_path), 60, True) for character in line)
+    monkeypatch.delenv("FORCE_COLOR")
     alone = draw_in_terminal(compared(tmp_path / "a"), columns=60, unicode=False)
     assert any("+ seed_0" in line and "x seed_1" in line for line in alone)
 
@@ -374,7 +381,9 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
     assert all(written.count(f"<{tag}") == written.count(f"</{tag}>") for tag in ("svg", "table", "polyline", "text"))
     assert "prefers-color-scheme: dark" in written
     assert "left out: &lt;c&gt;" in written
-    assert "<td>-0.2000 ±&nbsp;0.0248</td>" in written
+    assert '<td data-head="B - A">-0.2000 ±&nbsp;0.0248</td>' in written
+    assert '<th class="left">runs</th>' in written
+    assert '<td data-head="runs" class="left">a/seed_0, a/seed_1, a/seed_2</td>' in written
     assert not any(word in written for word in ("http", "src=", "url("))
     assert "B is better than A: val/loss 2.8000 against 3.0000" in written
 
@@ -382,15 +391,51 @@ def test_the_page_is_whole_and_needs_no_other_file(tmp_path):
 def test_a_plot_shows_the_end_of_the_curves_and_leaves_out_what_is_not_finite(tmp_path):
     made(tmp_path / "a", {1: 1000.0, 20: 3.0, 30: math.nan, 40: 2.0})
     made(tmp_path / "b", {1: 900.0, 20: 3.5, 30: 3.0, 40: 2.5}, lr=3e-3)
-    curves = run_curves(compared(tmp_path), "steps")
+    curves, _ = run_curves(compared(tmp_path), "steps")
     assert curves[0].y.tolist() == [1000.0, 3.0, 2.0]
-    assert ends_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5))
-    assert "nan" not in plot(curves, ends_shown(curves))
+    assert axis_shown(curves) == (pytest.approx(2.0 - 0.06 * 1.5), pytest.approx(3.5 + 0.06 * 1.5), False)
+    assert "nan" not in plot(curves, axis_shown(curves)[:2])
     assert "val/loss over steps; first values, up to 1000, are above the frame" in page(compared(tmp_path), [])
     made(tmp_path / "low" / "a", {1: 1.0, 20: 3.0, 40: 2.0})
     made(tmp_path / "low" / "b", {1: 3.0, 20: 3.0, 40: 2.5}, lr=3e-3)
-    assert ends_shown(run_curves(compared(tmp_path / "low"), "steps"))[0] < 1.0  # nothing is below the frame
+    assert axis_shown(run_curves(compared(tmp_path / "low"), "steps")[0])[0] < 1.0  # nothing is below the frame
     assert "above the frame" not in page(compared(tmp_path / "low"), [])
+
+
+def test_a_run_that_diverged_flattens_no_other_one(tmp_path):
+    made(tmp_path / "a", {10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0})
+    made(tmp_path / "b", {10: 5.0, 20: 30.0, 30: 100.0, 40: 200.0}, lr=10)
+    found = compared(tmp_path)
+    written = page(found, [])
+    assert "val/loss over steps, logarithmic; in all runs" in written
+    figure = written.partition("<figure>")[2]
+    assert re.findall(r'text-anchor="end">([^<]*)<', figure) == ["10", "100"]
+    assert re.findall(r'text-anchor="middle">([^<]*)<', figure) == ["10", "20", "30", "40"]  # not from 0
+    low, high = (math.log10(2) - 0.06 * 2, math.log10(200) + 0.06 * 2)
+    assert axis_shown(run_curves(found, "steps")[0]) == (pytest.approx(low), pytest.approx(high), True)
+    assert "A: 2 at the end" in figure
+    lines = draw_in_terminal(found, 60, True)
+    if len(lines) > 1:  # uniplot is installed
+        assert lines[0] == "val/loss over steps, logarithmic"
+        heights = [n for n, line in enumerate(lines) if "x" in line and "│" in line]
+        assert heights[-1] - heights[0] >= 5  # of 9 lines, B's from 5 to 200
+        assert any(line.endswith("│ 100") for line in lines)
+    made(tmp_path / "b", {10: 5.0, 20: 30.0, 30: -1.0, 40: 200.0}, lr=10)
+    assert "logarithmic" not in page(compared(tmp_path), [])
+
+
+def test_short_times_are_in_minutes_or_seconds(tmp_path):
+    def shown(name, seconds):
+        for lr in (1, 2):
+            wall = {done: seconds / 40 * done for done in range(1, 41)}
+            made(tmp_path / name / str(lr), curve(3.0), more={"goodput/wall_seconds": wall}, lr=lr)
+        found = compared(tmp_path / name, at="hours")
+        assert f" over {name}<" in page(found, [])
+        return next(line for line in text(found, []).splitlines() if line.startswith("at "))[: len(f"at 40 {name}")]
+
+    assert shown("hours", 3600) == "at 1 hours "
+    assert shown("minutes", 120) == "at 2 minutes "
+    assert shown("seconds", 40) == "at 40 seconds"
 
 
 def test_runs_without_a_common_step_are_compared_at_their_ends(tmp_path):

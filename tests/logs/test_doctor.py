@@ -13,7 +13,7 @@ from made_logs import losses, scalar, written
 
 from lightning_tricks import __main__ as door
 from lightning_tricks.commands.doctor import CHECKS
-from lightning_tricks.logs.finding import Finding
+from lightning_tricks.logs.finding import Finding, told_once
 from lightning_tricks.logs.run import find_run
 
 # ---- the command
@@ -74,10 +74,11 @@ def test_a_run_that_one_step_destroyed_is_found_and_a_script_gets_no_options(tmp
     assert "1. error: divergence" in said
     assert "train/loss began at 4.3, rose at once, and stayed above 13" in said
     assert "remedy: the learning rate divided by 10; a longer warmup_steps" in said
-    assert "<h2>Curves</h2>" not in (tmp_path / "page.html").read_text()  # the finding shows both
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall("<figcaption>([^ ]*)", page) == ["train/loss"]  # no rate that is constant
     door.run(["doctor", str(written(tmp_path / "fine", *losses(range(60)))), "--html", str(tmp_path / "fine.html")])
     page = (tmp_path / "fine.html").read_text()
-    assert page.count("<polyline") == page.count("<h2>Curves</h2>") == 1
+    assert (page.count("<polyline"), "First remedy" in page) == (1, False)
 
 
 def test_a_run_that_is_too_short_to_judge_is_said_to_be_so(tmp_path, capsys):
@@ -105,10 +106,42 @@ def test_a_sick_run_exits_with_1_and_its_findings_are_text_a_page_and_json(tmp_p
     assert record["findings"][0]["score"] == 1.2
     page = (tmp_path / "a.html").read_text()
     assert page.count("<section") == page.count("<polyline") == 1
-    assert '<section class="error"><h2><b>error</b>: not finite</h2>' in page
+    assert '<section class="error" id="f1"><h2>1. <b class="error">error</b>: not finite</h2>' in page
+    assert '<li><a href="#f1"><b class="error">error</b>: not finite</a></li></ol><p>First remedy: ' in page
     assert "“The loss is NaN” in docs/playbook.md" in page
     assert "train/loss is nan at step 31" in page
     assert "http" not in page  # it needs no other file
+
+
+def test_a_remedy_is_told_once_and_a_metric_is_drawn_once_with_the_marks_of_all_its_findings(tmp_path, capsys):
+    def loss(step):
+        return (4.0 if step < 30 else 8.0) + step % 7 / 100 + (9.0 if step in (60, 80, 100) else 0.0)
+
+    norms = (scalar("train/grad_norm", step, 0.5 + step / 9 + step % 2, 1e9 + step) for step in range(120))
+    folder = written(tmp_path, *losses(range(120), loss), *norms)
+    (folder / "config.yaml").write_text("trainer: {gradient_clip_val: 0.1}\nmodel: {optimizer: {lr: 0.5}}\n")
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(folder), "--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")])
+    found = json.loads((tmp_path / "a.json").read_text())["findings"]
+    assert [finding["symptom"] for finding in found] == ["divergence", "gradients_add_up", "clip_pinned", "spikes"]
+    assert found[3]["remedy"] == "--model.optimizer.lr 0.05 (it is 0.5); --trainer.callbacks+=StepGuard"  # JSON has all
+    first, _, *later = re.findall(r"   remedy: (.*)", capsys.readouterr().out)
+    assert first == "--model.optimizer.lr 0.05 (it is 0.5); a longer --model.schedule.warmup_steps"
+    assert later == ["as for 1", "as for 1; --trainer.callbacks+=StepGuard"]
+    page = (tmp_path / "a.html").read_text()
+    assert re.findall("<figcaption>([^ ]*)", page) == ["train/loss", "train/grad_norm"]
+    marks = {step for finding in found for step in finding["steps"] if "train/loss" in finding["metrics"]}
+    assert page.partition("</figure>")[0].count('class="mark"') == len(marks) == 4  # where it diverged, three spikes
+
+
+def test_a_remedy_with_another_value_of_the_same_option_is_the_same_one():
+    def told(*remedies):
+        return told_once([Finding("a", "error", "supported", "", "", remedy) for remedy in remedies])
+
+    values = ("--a.lr 0.1 (it is 1; lowest; at 3); sleep", "--a.lr 0.2 (it is 1)", "sleep; --a.lr 3", "eat")
+    assert told(*values) == [values[0], "as for 1", "as for 1", "eat"]
+    callbacks = ("--trainer.callbacks+=A", "--trainer.callbacks+=B; --trainer.callbacks+=A to see")
+    assert told(*callbacks) == [callbacks[0], "--trainer.callbacks+=B; as for 1"]
 
 
 def test_what_a_run_has_printed_tells_how_it_ended(tmp_path, capsys):

@@ -41,8 +41,8 @@ def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
 
 
 def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_caption_says_so():
-    def drawn(values, clip=None):
-        return plot_of(Series(np.arange(len(values)), np.array(values, dtype=float)), "norm", clip=clip)
+    def drawn(values, *options):
+        return plot_of(Series(np.arange(len(values)), np.array(values, dtype=float)), "norm", (), *options)
 
     wide = drawn([1.0, 10.0, 100.0, 1000.0] * 10)
     assert "norm over steps, logarithmic<" in wide
@@ -51,8 +51,11 @@ def test_an_axis_is_logarithmic_where_positive_values_span_decades_and_its_capti
     assert np.diff(heights) == pytest.approx([heights[1] - heights[0]] * 3, abs=0.2)
     assert "norm: 1000 at the end" in wide
     assert re.findall(r'text-anchor="end">([^<]*)<', drawn([1.0, 110.0] * 10)) == ["1", "10", "100"]  # no 3.1623
-    for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [1e-9] + [1.0] * 39):
+    for values in ([1.0] * 39 + [99.0], [0.0] + [1.0] * 39 + [1e6], [-1.0] + [1.0] * 39 + [1e6]):
         assert "logarithmic" not in drawn(values)
+    assert "logarithmic" in drawn([8.3] + [9521.0] * 99)  # a loss that diverged at once
+    slow_first = [1e-9] + [1.0] * 39  # of a speed
+    assert ["logarithmic" in drawn(slow_first, 0.0, share) for share in (0.0, 0.05)] == [True, False]
     clipped = drawn([1.0, 2.0] * 20, 0.001)
     assert "logarithmic" in clipped
     assert ">clip 0.001</text>" in clipped
@@ -71,8 +74,8 @@ def test_the_points_of_a_short_curve_are_dots():
 def test_the_page_is_not_wider_than_a_phone(tmp_path):
     long = "/runs/" + "a_very_long_folder_" * 6
     rows = [
-        ["val/loss", "A", "B", "B - A"],
-        ["at 200 steps, 102k tokens, 9B FLOPs", "4.6", "4.0", "-0.6099 ± 0.0018"],
+        ["val/loss", "A", "B", "C", "B - A", "C - A"],
+        ["at 200 steps, 102k tokens, 9B FLOPs", "4.6", "4.0", "6693.4604", "-0.6099 ± 0.0018", "+6690.1019 ± 0.0537"],
     ]
     (tmp_path / "a.html").write_text(
         page(f"{long}: 40 steps", [f"<p>{long}</p>", plot_of(Series(np.arange(9), np.ones(9)), long), html_table(rows)])
@@ -85,6 +88,8 @@ def test_the_page_is_not_wider_than_a_phone(tmp_path):
         shown.goto((tmp_path / "a.html").as_uri())
         assert shown.evaluate("document.documentElement.scrollWidth") == 390
         assert shown.evaluate("document.querySelector('.wide').scrollWidth") <= 390 - 2 * 16  # no part to scroll to
+        cells = "[...document.querySelectorAll('td')].map(cell => cell.getBoundingClientRect().right)"
+        assert max(shown.evaluate(cells)) <= 390 - 16  # none is cut
 
 
 def test_ticks_are_round_and_limits_have_a_margin():
