@@ -131,6 +131,16 @@ def test_each_page_has_the_lists_tables_and_code_that_a_code_host_shows(out):
     assert rows == []  # a row of a table that stands outside of it
 
 
+def test_prose_in_an_output_with_columns_is_filled_and_its_tables_and_commands_are_not():
+    words = "word " * 30
+    filled = build_site.filled(f"data       {words}").splitlines()
+    assert max(map(len, filled)) <= build_site.WIDTH
+    assert {line[:11] for line in filled[1:]} == {" " * 11}
+    for line in (f"a  b  {words}", f"{words} --option", "short"):
+        assert build_site.filled(line) == line
+    assert build_site.as_output(build_site.TEXT.search("```text\none\n```\n")) == "```output\none\n```"
+
+
 # ---- the API
 
 

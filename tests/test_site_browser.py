@@ -118,7 +118,8 @@ CODE = """() => [...document.querySelectorAll('.highlight pre > code')].map(code
   code.setAttribute('data-md-copying', '');  // as the theme does when it copies
   const copied = code.innerText.trimEnd() === code.textContent.trimEnd();
   code.removeAttribute('data-md-copying');
-  const wraps = innerWidth > 900 || code.closest('.language-bash, .language-sh, .language-output');
+  const columns = code.closest('.language-text');
+  const wraps = (innerWidth > 900 && !columns) || code.closest('.language-bash, .language-sh, .language-output');
   const wide = code.scrollWidth > code.clientWidth && wraps;
   const cut = wide && code.textContent.split(/\\s+/).every(word => word.length < 40);  // a longer path scrolls
   return {text: code.textContent.slice(0, 60), covered, copied, cut};

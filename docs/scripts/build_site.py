@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -64,6 +65,8 @@ STOP_WORDS = (
     "a an the of to in on at by for from with is are was be it its this that there my your i me we you do does did "
     "how what which when where why who can could should will would and or has have if as so"
 )
+GAP = re.compile(r"\S {3,}\S")  # between two columns of an output
+WIDTH = 88  # to which prose in an output is filled
 TEXT = re.compile(r"^```text\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~*$", re.M | re.S)
 
@@ -266,8 +269,19 @@ def stop_words() -> str:
 
 
 def as_output(block: re.Match[str]) -> str:
-    """A block of text without columns as `output`, whose lines wrap on a phone too."""
-    return block[0] if re.search(r"\S {3,}\S", block[1]) else f"```output\n{block[1]}```"
+    """A block of text without columns as `output`, whose lines wrap; else one that scrolls, with filled prose."""
+    if not GAP.search(block[1]):
+        return f"```output\n{block[1]}```"
+    return "\n".join(["```text", *map(filled, block[1].splitlines()), "```"])
+
+
+def filled(line: str) -> str:
+    """A long line of a block with columns: the last of two columns is filled, a row of a table or a command is not."""
+    gaps = list(re.finditer(r"\S {2,}(?=\S)", line))
+    if len(line) <= WIDTH or len(gaps) > 1 or " --" in line:
+        return line
+    indent = gaps[0].end() if gaps else len(line) - len(line.lstrip()) + 4
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def plain(text: str) -> str:

@@ -82,7 +82,7 @@ def runs(_: Any) -> dict[str, str]:
     from lightning_tricks.commands.runs import Table
     from lightning_tricks.logs.run import find_runs
 
-    return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text(120))}
+    return {"table": _block("runs docs/samples/sweep", Table(find_runs(SWEEP)).sorted_by("best_val_loss").text(104))}
 
 
 def doctor_trials(result: dict[str, Any]) -> dict[str, str]:

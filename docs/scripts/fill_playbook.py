@@ -22,7 +22,7 @@ def texts(result: dict[str, Any]) -> dict[str, str]:
 def _block(finding: dict[str, Any]) -> str:
     head = f"{finding['severity']}: {finding['symptom'].replace('_', ' ')}"
     rows = [("evidence", "evidence"), (f"cause ({finding['status']})", "cause"), ("remedy", "remedy")]
-    lines = [textwrap.fill(f"{name}: {finding[key]}", 110, subsequent_indent="  ") for name, key in rows]
+    lines = [textwrap.fill(f"{name}: {finding[key]}", 88, subsequent_indent="  ") for name, key in rows]
     return "\n".join(["```text", head, *lines, "```"])
 
 

@@ -303,7 +303,7 @@ def _notes(found: Comparison, different: list[str]) -> Iterator[str]:
             who = "the runs" if len(lacks) == len(found.runs) else _and(lacks)
             yield f"{axis_text(axis)}: not known of {who} ({need})"
         elif axis not in found.rows:
-            yield f"{axis_text(axis)}: one run had ended before the first figure of another"
+            yield f"not compared at equal {axis_text(axis)}: one run ended before another logged its first loss"
 
 
 def _is_of_training(name: str) -> bool:

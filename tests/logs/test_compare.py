@@ -443,7 +443,7 @@ def test_runs_without_a_common_step_are_compared_at_their_ends(tmp_path):
     made(tmp_path / "c", {30: 2.0, 40: 1.0}, lr=4e-3)
     apart = compared(tmp_path / "b", tmp_path / "c")
     assert apart.at == "last"
-    assert "steps: one run had ended before the first figure of another" in apart.notes
+    assert "not compared at equal steps: one run ended before another logged its first loss" in apart.notes
 
 
 def test_the_command_writes_each_form_and_exits_by_the_verdict(tmp_path, capsys):
