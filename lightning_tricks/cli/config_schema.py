@@ -42,7 +42,7 @@ class _ParserOnly(RecipeCLI):
 def run(args: list[str]) -> None:
     """Write the schema."""
     options = CommandParser(
-        "lightning-tricks config-schema",
+        "config-schema",
         description="Write a JSON schema of recipes. An editor with yaml-language-server then completes and checks a "
         "recipe that begins with `# yaml-language-server: $schema=FILE`.",
     )

@@ -20,6 +20,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.suggest import did_you_mean
 from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks.cli.fit_options import FIT_OPTIONS
+from lightning_tricks.commands import COMMANDS
 from lightning_tricks.data.text_data import TextData
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.mixins._plain_settings import subclasses
@@ -31,6 +32,8 @@ _USUAL = {"data": TextData, "model": LanguageModel, "model.decoder": Llama, "mod
           "model.schedule": WarmupCosine}  # fmt: skip
 _SHOWN = {"data": 9, "model": 6, "model.decoder": 8, "trainer": 10}  # least number of options, else 4
 _OF_TENSORS = r"  --\S+\.help \S+\s+Show[\w\s]+Tensor\s+and\s+exit\.\n|,\s+known\s+subclasses:\s+torch\.Tensor[^)]*"
+_PLACES = ("trainer.callbacks", *_USUAL, "trainer.strategy", "trainer.plugins", "trainer.logger", "model.param_rules",
+           "model.mup")  # fmt: skip
 _LISTS = ("trainer.callbacks", "trainer.plugins", "model.param_rules")
 _TRAINER = ("max_steps", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches",
             "gradient_clip_val", "val_check_interval", "log_every_n_steps", "callbacks")  # fmt: skip
@@ -39,14 +42,21 @@ _TEXTS = {
     "weights_only": "true: take tensors from the checkpoint, and no other objects",
     "config": "the recipe; of several, a later one overrides an earlier one",
     "seed_everything": "seed of the first weights; true chooses one",
+    "trainer.max_steps": "optimizer steps of the whole run, -1 for no limit",
+    "trainer.devices": "GPUs of a host, or processes on its CPU",
+    "trainer.num_nodes": "number of hosts",
     "trainer.strategy": "such as ddp or FSDP2Strategy",
     "trainer.precision": "such as bf16-mixed or 32-true",
+    "trainer.accumulate_grad_batches": "micro-batches of one optimizer step",
+    "trainer.gradient_clip_val": "largest norm of the gradient, to which a larger one is scaled down",
+    "trainer.val_check_interval": "batches between two validations, or a share of an epoch, such as 0.5",
+    "trainer.log_every_n_steps": "optimizer steps between two log lines",
     "trainer.callbacks": "+=X adds one, -=X removes one",
 }
 
 
 class HelpAction(argparse._HelpAction):
-    """`--help`, `--help all` and, from `help_last`, `--help=PLACE:CLASS`."""
+    """`--help`, `--help all`, `--help CLASS` and, from `help_last`, `--help=PLACE:CLASS`."""
 
     def __init__(self, option_strings: Sequence[str], **kwargs: Any) -> None:
         super().__init__(option_strings, help="the main options; all of them with --help all")
@@ -57,7 +67,11 @@ class HelpAction(argparse._HelpAction):
         if values == "all" or (values is None and "model" not in _options(parser)):
             parser.print_help()
         else:
-            lines = _class_help(parser, namespace, *values.split(":")) if values else _main_options(parser, namespace)
+            place, _, name = (values or "").rpartition(":")
+            if values:
+                lines = _class_help(parser, namespace, place or _place_of(parser, namespace, name), name)
+            else:
+                lines = _main_options(parser, namespace)
             print(wrapped("\n".join(lines), terminal_columns(120), 2))
         parser.exit()
 
@@ -73,7 +87,7 @@ def help_last(args: Sequence[str]) -> list[str]:
         if match := re.fullmatch(r"(?:-h|--(?:(\w[\w.]*)\.)?help)(?:=(.*))?", arg):
             place, value = match.groups("")
             after = list(args[number + 1 :])
-            if match[2] is None and after and (not after[0].startswith("-") if place else after[0] == "all"):
+            if match[2] is None and after and (after[0] == "all" or (number + bool(place) and after[0][0] != "-")):
                 value = after.pop(0)
             wanted = f"{place.replace('.init_args', '')}:{value}" if place else value
             return [*args[:number], *after, f"--help={wanted}" if wanted else "--help"]
@@ -118,11 +132,24 @@ def _class_at(parser: Any, config: Any, place: str) -> tuple[Any, dict[str, Any]
     return next((cls for cls in (_USUAL[place], *bases) if issubclass(cls, bases)), None), {}
 
 
+def _names(bases: Any) -> set[str]:
+    """The names of these classes and of their subclasses."""
+    return {each.__name__ for base in bases for each in (base, *subclasses(base)) if each.__name__[0] != "_"}
+
+
+def _place_of(parser: Any, config: Any, name: str) -> str:
+    """The place of the recipe where a class of this name can stand."""
+    names = {each: place for place in reversed(_PLACES) for each in _names(_bases(parser, config, place))}
+    if (found := names.get(name.rpartition(".")[2])) is None:
+        raise UsageError(f"--help {name}: no such class{did_you_mean(name, names) or '; --help has the main options'}")
+    return found
+
+
 def _class_help(parser: Any, config: Any, place: str, name: str) -> Iterator[str]:
     """All options of the class of this name at this place, or of the recipe's."""
     if not (bases := _bases(parser, config, place)):
         raise UsageError(f"{place}.help: no class stands there; --help lists the main options")
-    known = {each.__name__ for base in bases for each in (base, *subclasses(base)) if each.__name__[0] != "_"}
+    known = _names(bases)
     cls = _class_at(parser, config, place)[0]
     if name or cls is None:
         near = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
@@ -154,7 +181,9 @@ def _main_options(parser: Any, config: Any) -> Iterator[str]:
     options = dict(sorted(_options(parser).items(), key=lambda item: item[0] in late))
     own = {name: one for name, one in options.items() if not re.match(r"(trainer|model|data)\b", name)
            and (command == "fit" or name not in FIT_OPTIONS)}  # fmt: skip
-    yield f"{parser.format_usage()}{command}: {parser.description.split('. ')[0]}".removesuffix(".")
+    lightnings = command in COMMANDS and not COMMANDS[command].module
+    text = COMMANDS[command].help if lightnings else parser.description.split(". ")[0]
+    yield f"{parser.format_usage()}{command}: {text}".removesuffix(".")
     yield from _rows(own, config)
     if command != "fit":
         yield "recipe: data, model and trainer, as in `fit --help`, such as --trainer.devices 8; all with --help all"
@@ -171,7 +200,10 @@ def _main_options(parser: Any, config: Any) -> Iterator[str]:
     yield "trainer:"
     order = dict.fromkeys([*(f"trainer.{name}" for name in _TRAINER), *options])
     yield from _rows({name: options[name] for name in order if name.startswith("trainer.")}, config, _SHOWN["trainer"])
-    yield "all options: --help all"
+    yield "all options: --help all, of a class: --help StepGuard"
+    start = parser.usage.partition(" --config")[0]
+    yield f"examples:\n  {start} --config tiny.yaml --trainer.max_steps 100"
+    yield f"  {start} --config tiny.yaml --trainer.callbacks+=EMA"
 
 
 def _shown(value: Any) -> str:
@@ -190,6 +222,9 @@ def _rows(options: Mapping[str, Any], given: Any, count: int | None = None) -> I
     is_set = [name for name, one in options.items() if values[name] != one.default]
     names = [*dict.fromkeys([*is_set, *options])][: max(count, len(is_set))] if count else [*options]
     texts = ["required" if values[name] is None and options[name].required else _shown(values[name]) for name in names]
+    for number, name in enumerate(names):
+        if values[name] is None and (real := re.search(r"Default: ``'?([^`']+)", options[name].help or "")):
+            texts[number] = real[1].replace("None", "null")
     long, wide = max(map(len, names), default=0), max((len(text) for text in texts if len(text) < 13), default=0)
     for name, value in zip(names, texts, strict=True):
         text = " ".join(_TEXTS.get(name, options[name].help or "").removeprefix("fit: ").split()).removesuffix(".")

@@ -61,17 +61,17 @@ class Recipe(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, whose errors are UsageErrors. Its program is named `lightning-tricks COMMAND`.
+    """argparse's parser, whose errors are UsageErrors. Its program is named `python -m lightning_tricks COMMAND`.
 
     No option may be shortened: words that `fit` gets would be taken for one.
     """
 
     def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, allow_abbrev=False, **options)
+        super().__init__(prog if " " in prog else f"python -m lightning_tricks {prog}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake as one line that names the command."""
-        command = self.prog.split()[1]
+        command = self.prog.split()[3]
         raise UsageError(f"{command}: {message}; {command} --help lists the options")
 
 

@@ -24,7 +24,7 @@ _OF_ONE_RUN = ("optimizer_states", "lr_schedulers", "callbacks", "loops", "rando
 def run(args: list[str]) -> None:
     """Write FILE from the checkpoints."""
     parser = CommandParser(
-        "lightning-tricks average",
+        "average",
         description="Average the weights of checkpoints of one model, files or folders of shards, in fp64. The file "
         "has the recipe, the tokenizer and the step of the last of them, no optimizer state and no average that they "
         "hold (ema): fit --init_from, "

@@ -174,7 +174,7 @@ def _built(spec: Any) -> Any:
 def run(args: list[str]) -> tuple[list[str], Branch]:
     """The `fit` that a branch is, in words and as a change of its recipe."""
     parser = CommandParser(
-        "lightning-tricks branch",
+        "branch",
         description="Start the decay of a WarmupStableDecay run from a checkpoint of its stable part, in a folder "
         "of its own: a fit that goes on from the checkpoint, with decay_start at its step and max_steps N steps later. "
         "Other options are those of fit; the recipe's learning rate and shape of the decay hold, not the checkpoint's.",

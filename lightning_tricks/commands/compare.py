@@ -366,7 +366,7 @@ def run(args: list[str]) -> None:
         UsageError: see `read_runs` and `compare_runs`; an option has a wrong value; a file cannot be written.
     """
     parser = CommandParser(
-        "lightning-tricks compare",
+        "compare",
         description="Runs side by side, of this collection or of another Lightning project. Runs whose settings differ "
         "in seeds alone are one group; each group is compared with the first.",
     )

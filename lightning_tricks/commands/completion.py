@@ -21,6 +21,6 @@ complete -o default -F _lightning_tricks lightning-tricks
 
 def run(args: list[str]) -> None:
     """Print the script, for bash and for zsh."""
-    CommandParser("lightning-tricks completion", description="Print the completion for a shell.").parse_args(args)
+    CommandParser("completion", description="Print the completion for a shell.").parse_args(args)
     recipes = sorted(recipe.stem for recipe in recipes_folder().glob("*.yaml"))
     print(_SCRIPT.format(commands=" ".join(COMMANDS), recipes=" ".join(recipes)), end="")

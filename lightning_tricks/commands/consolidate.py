@@ -16,7 +16,7 @@ from lightning_tricks.strategies.consolidate_deepspeed import consolidate_deepsp
 def run(args: list[str]) -> None:
     """Write FILE from FOLDER."""
     parser = CommandParser(
-        "lightning-tricks consolidate",
+        "consolidate",
         description="Make one checkpoint file of a folder of shards. Needs as much of the host's memory, and of the "
         "disk, as all weights and optimizer state take. Objects that could run a program are refused, unless "
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. A folder of DeepSpeed gives its weights alone, and whatever is "

@@ -13,7 +13,7 @@ from lightning_tricks.commands import CommandParser, recipes_folder
 
 def run(args: list[str]) -> None:
     """Copy a recipe, with the parts it includes; a part that is there already with the same text is left as it is."""
-    parser = CommandParser("lightning-tricks cp", description="Copy a recipe, to change it.")
+    parser = CommandParser("cp", description="Copy a recipe, to change it.")
     parser.add_argument("recipe", help="its name, as `ls` prints it")
     parser.add_argument("to", nargs="?", default=".", help="folder or new file name (default: this folder)")
     options = parser.parse_args(args)

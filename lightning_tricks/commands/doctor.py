@@ -216,7 +216,7 @@ def run(args: list[str]) -> None:
         UsageError: there is no log, it cannot be read or has no training loss; a file cannot be written.
     """
     parser = CommandParser(
-        "lightning-tricks doctor",
+        "doctor",
         description="What is wrong with a run, by its logs; of this collection or of another Lightning project.",
     )
     parser.add_argument("folder", metavar="LOGDIR", help="of a run; of several, the newest is taken")

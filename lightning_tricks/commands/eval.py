@@ -42,7 +42,7 @@ def _results(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parse(args: list[str]) -> argparse.Namespace:
     parser = CommandParser(
-        "lightning-tricks eval",
+        "eval",
         description="Score the model of a checkpoint on tasks of lm_eval (EleutherAI's lm-evaluation-harness), with "
         "the tokenizer in the checkpoint. Runs on the GPU if there is one, in the number format of the saved weights. "
         "lm_eval downloads the data of its own tasks.",

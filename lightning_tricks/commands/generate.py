@@ -69,7 +69,7 @@ def run(args: list[str]) -> None:
 
 def _parse(args: list[str]) -> argparse.Namespace:
     parser = CommandParser(
-        "lightning-tricks generate",
+        "generate",
         description="Continue a text with the model of a checkpoint, which holds its architecture and its tokenizer. "
         "Runs on the GPU if there is one, in the number format of the saved weights.",
     )

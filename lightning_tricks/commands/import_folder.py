@@ -51,7 +51,7 @@ trainer:
 def run(args: list[str]) -> None:
     """Write a recipe for FOLDER."""
     parser = CommandParser(
-        "lightning-tricks import",
+        "import",
         description="Write a recipe whose decoder, first weights and tokenizer are those of a folder that transformers "
         "saved: Llama, Qwen3, Arcee, Apertus, GPT-2, or with experts Mixtral, Qwen3-MoE, OLMoE or dots1. `fit "
         "--init_from FOLDER` alone does the same for a recipe that has the decoder already. Any strategy loads the "

@@ -10,7 +10,7 @@ from lightning_tricks.commands.answers import add_json, check_files, json_text, 
 
 def run(args: list[str]) -> None:
     """Print one line for each recipe, the smallest model first: its name and its title."""
-    parser = CommandParser("lightning-tricks ls", description="List the recipes that come with the collection.")
+    parser = CommandParser("ls", description="List the recipes that come with the collection.")
     add_json(parser)
     options = parser.parse_args(args)
     check_files("ls", options)

@@ -76,9 +76,11 @@ class Table:
                 head = _HEADS.get(name, name.replace("_", " ") if name in COLUMNS else name)
                 cells[name] = [printable(head), *column]
         room, kept = columns + 2, set()
-        for name in dict.fromkeys(["name", self._sort, "state", *cells]):
-            columns_of_it = max(map(width, cells[name])) + 2 if name in cells else room + 1
-            if columns_of_it <= room:
+        same = {name for name, (_, *rows) in cells.items() if len(set(rows)) == 1} | {"best_step"}  # tell the least
+        for name in sorted(cells, key=lambda name: (name not in ("name", self._sort), name in same, name != "state")):
+            if name in self.settings and room >= max(width(cells[name][0]), 8) + 2:
+                cells[name] = [shortened(text, room - 2) for text in cells[name]]
+            if (columns_of_it := max(map(width, cells[name])) + 2) <= room:
                 kept.add(name)
                 room -= columns_of_it
         names = [name for name in cells if name in kept]
@@ -86,6 +88,8 @@ class Table:
 
         def style(row: int, column: int) -> str | None:
             name = names[column]
+            if row and name == "state" and self.runs[row - 1].state in ("failed", "diverged"):
+                return "red"
             if not row or name not in ("best_val_loss", "best_bits_per_byte"):
                 return "bold" if not row else "cyan" if name in self.settings else None
             values = [value for run in self.runs if _is_known(value := self._value(run, name))]
@@ -136,7 +140,7 @@ def run(args: list[str]) -> None:
         UsageError: there is no such folder, or none of a run in it; an unknown column; a file cannot be written.
     """
     parser = CommandParser(
-        "lightning-tricks runs",
+        "runs",
         description="A table of the runs below a folder, of this collection or of another Lightning project.",
     )
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="default: %(default)s")

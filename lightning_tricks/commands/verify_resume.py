@@ -199,7 +199,7 @@ def run(args: list[str]) -> None:
         UsageError: see `verify_resume`; no recipe.
     """
     parser = CommandParser(
-        "lightning-tricks verify-resume",
+        "verify-resume",
         description="Train a recipe for N steps, and again with kill -9 and a resume in the middle, in processes of "
         "their own and in a temporary folder; compare samples, batches, random states, loss, optimizer state and "
         "weights of each step bitwise. Other options are those of fit.",

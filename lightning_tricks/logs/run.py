@@ -36,9 +36,9 @@ class Run:
 
     Args:
         name: path of its folder below the one that was looked through.
-        state: `finished`; `failed`, where the last training loss is no number; `active`, where its log was written to
-            within the last ten minutes; `stopped`; `empty`, without any step; `unreadable`, a folder that cannot be
-            entered.
+        state: `finished`; `failed`, where the last training loss is no number; `diverged`, where the last three are
+            above 1.5 times the first; `active`, where its log was written to within the last ten minutes; `stopped`;
+            `empty`, without any step; `unreadable`, a folder that cannot be entered.
         steps: optimizer steps done.
         val_loss: of the last validation.
         best_val_loss: the smallest one.
@@ -232,8 +232,11 @@ def _seconds(scalars: Scalars) -> float | None:
 def _state(folder: Path, scalars: Scalars, losses: Sequence[str], steps: int | None, document: Any, now: float) -> str:
     if not steps:
         return "empty"
-    if any(loss is not None and not math.isfinite(loss) for loss in map(scalars.last, losses)):
+    series = [list(found.values()) for name in losses if (found := scalars.series(name))]
+    if any(not math.isfinite(values[-1]) for values in series):
         return "failed"
+    if any(min(values[-3:]) > 1.5 * abs(values[0]) for values in series):
+        return "diverged"
     planned = _at(document, "trainer", "max_steps")
     if scalars.facts.ended or (isinstance(planned, int) and 0 < planned <= steps):
         return "finished"

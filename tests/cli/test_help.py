@@ -44,8 +44,13 @@ def test_help_begins_with_the_options_of_a_recipe_by_use(printed, recipe):
     assert not [line for line in lines if len(line) > 80]
     assert not re.search(r"\.\.\.$", text, re.MULTILINE)
     heads = ["fit", "data", "model", "model.decoder", "model.optimizer", "model.schedule", "trainer", "all options"]
-    assert [line.split(":")[0] for line in lines if re.match(r"[a-z][a-z. ]*:", line)] == ["usage", *heads]
-    assert lines[-1] == "all options: --help all"
+    found = [line.split(":")[0] for line in lines if re.match(r"[a-z][a-z. ]*:", line)]
+    assert found == ["usage", *heads, "examples"]
+    assert lines[-4] == "all options: --help all, of a class: --help StepGuard"
+    assert [line.partition(" fit ")[2] for line in lines[-2:]] == [
+        "--config tiny.yaml --trainer.max_steps 100",
+        "--config tiny.yaml --trainer.callbacks+=EMA",
+    ]
     assert "micro_batch_size" in text
     assert "rows in a batch of one process" in text
 
@@ -61,7 +66,20 @@ def test_help_shows_the_values_of_the_recipe_and_of_the_words_and_else_the_defau
     assert usual["model.decoder.d_model"] == "4096"
     assert usual["model.schedule.warmup_steps"] == "required"
     assert usual["trainer.max_steps"] == "-1"
+    assert usual["trainer.log_every_n_steps"] == "50"  # where the parser has null, and Lightning a value
+    assert usual["trainer.precision"] == "32-true"
+    assert usual["trainer.gradient_clip_val"] == "null"
     assert "model.decoder.qk_norm" not in usual
+
+
+def test_the_help_of_fit_says_what_lightnings_options_do(printed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    text = printed("fit", "--help")
+    assert "fit: train; --resume auto resumes" in text
+    assert "largest norm of the gradient, to which a larger one is scaled down\n" in text
+    assert "optimizer steps between two log lines\n" in text
+    assert "micro-batches of one optimizer step\n" in text
+    assert "validate: validation figures: --ckpt_path FILE" in printed("validate", "--help")
 
 
 def test_help_fits_other_terminals(printed, monkeypatch):
@@ -128,6 +146,21 @@ def test_the_options_of_a_class_are_listed_with_and_without_a_recipe(printed, re
     assert not [line for line in text.splitlines() if len(line) > 80]
 
 
+@pytest.mark.parametrize("recipe", [[], TINY], ids=["no recipe", "recipe"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("StepGuard", "trainer.callbacks"),
+        ("Muon", "model.optimizer"),
+        ("Llama", "model.decoder"),
+        ("lightning_tricks.FSDP2Strategy", "trainer.strategy"),
+        ("BF16Mixed", "trainer.plugins"),
+    ],
+)
+def test_the_name_of_a_class_alone_leads_to_its_options(printed, recipe, name, place):
+    assert printed("fit", "--help", name, *recipe) == printed("fit", f"--{place}.help", name, *recipe)
+
+
 def test_without_a_class_the_recipes_is_listed_with_its_values(printed):
     text = " ".join(printed("fit", *TINY, "--model.optimizer.help").split())
     assert "--model.optimizer.lr LR learning rate" in text
@@ -177,6 +210,8 @@ def test_the_words_for_a_callback_of_the_recipe_keep_its_settings(printed, monke
         (["--model.decoder.help", "no_module.X"], "model.decoder.help=no_module.X: no such class; there are"),
         (["--trainer.callbacks.help"], "trainer.callbacks.help: name a class; there are ActivationMonitor, "),
         (["--data.seed.help"], "data.seed.help: no class stands there"),
+        (["--help", "StepGard"], "--help StepGard: no such class; did you mean StepGuard?"),
+        (["--help", "qqqqqqq"], "--help qqqqqqq: no such class; --help has the main options"),
     ],
 )
 def test_an_unknown_class_is_one_line(words, line):
@@ -192,6 +227,7 @@ def test_an_unknown_class_is_one_line(words, line):
         (["fit", "--help", "--config", "a"], ["fit", "--config", "a", "--help"]),
         (["fit", "-h", "all", "--config", "a"], ["fit", "--config", "a", "--help=all"]),
         (["--help", "fit"], ["fit", "--help"]),
+        (["fit", "--help", "EMA", "--config", "a"], ["fit", "--config", "a", "--help=EMA"]),
         (["fit", "--data.help=X", "--a"], ["fit", "--a", "--help=data:X"]),
         (["fit", "--model.init_args.decoder.help", "--a"], ["fit", "--a", "--help=model.decoder:"]),
         (["fit", "--help_me", "x"], ["fit", "--help_me", "x"]),

@@ -105,6 +105,9 @@ def test_the_state_is_told_by_the_length_the_loss_and_the_last_write(tmp_path):
     assert read_run(folder, now=now + ACTIVE_SECONDS - 1).state == "active"
     assert read_run(folder, now=now + ACTIVE_SECONDS + 1).state == "stopped"
     assert read_run(written(tmp_path / "nan", CSV + "39,nan,,,,,\n")).state == "failed"
+    for after, state in (("20,13", "finished"), ("4,20", "finished"), ("20,14", "diverged")):
+        rows = "".join(f"{29 + number},{loss}\n" for number, loss in enumerate(after.split(",")))
+        assert read_run(written(tmp_path / after, f"step,train/loss\n0,9\n28,20\n{rows}")).state == state
     assert read_run(written(tmp_path / "new", "step,train/loss\n")).state == "empty"
 
 
@@ -255,6 +258,27 @@ def test_a_narrow_table_goes_without_the_columns_that_matter_least_and_names_the
     assert all(len(line) <= 60 for line in lines)
     door.run(["runs", str(three), "--sort", "goodput"])
     assert capsys.readouterr().out.splitlines()[0].split() == ["name", "lr", "state", "goodput"]
+
+
+def test_a_setting_that_differs_has_room_before_what_all_runs_share(tmp_path, capsys, monkeypatch):
+    for number, paths in enumerate(("a" * 30, "b" * 30)):
+        written(tmp_path / f"version_{number}", lr=(number + 1) * 1e-3, default_root=paths)
+    monkeypatch.setenv("COLUMNS", "45")
+    door.run(["runs", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["name", "lr", "default_root", "best", "loss"]
+    assert f"  {'a' * 10}" in lines[1]
+    assert "no room for: at step, state, steps" in lines[4]
+    assert max(map(len, lines)) <= 45
+
+
+@pytest.mark.parametrize(("last", "state"), [("nan", "failed"), ("20", "diverged")])
+def test_a_run_that_diverged_is_red(tmp_path, capsys, monkeypatch, last, state):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "")
+    written(tmp_path, f"step,train/loss\n0,9\n1,20\n2,20\n3,{last}\n")
+    door.run(["runs", str(tmp_path)])
+    assert f"\x1b[31m{state}" in capsys.readouterr().out
 
 
 def test_a_mixture_has_the_last_validation_of_each_source(tmp_path, capsys):

@@ -13,7 +13,7 @@ from lightning_tricks.commands.answers import add_json, check_json, write_json
 def run(args: list[str]) -> None:
     """Write the folder of a checkpoint."""
     parser = CommandParser(
-        "lightning-tricks export",
+        "export",
         description="Write the model of a checkpoint as transformers saves one: config.json, safetensors, tokenizer, "
         "generation_config.json and a model card. Weights are read and written one after the other. A fresh process "
         "then loads the folder with transformers alone, and its logits and token ids are compared before the folder "

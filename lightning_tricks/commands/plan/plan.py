@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.machine import host_bytes
+from lightning_tricks._host.machine import host_bytes, named_devices
 from lightning_tricks.accounting.device_speed import measure_peak_flops
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
 from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
@@ -275,6 +276,15 @@ def warnings_of(plan: MemoryPlan) -> tuple[str, ...]:
             f"{plan.tokens / total:.1f} tokens a parameter: about {TOKENS_PER_PARAMETER} make the best of the same "
             "FLOPs, in a smaller model"
         )
+    with suppress(UsageError):  # the recipe's own mesh may not fit its own devices
+        own = read_setup(setup.module, setup.datamodule, setup.trainer, None, None, setup.on_gpu)
+        before, now = own.dims.data_ranks, setup.dims.data_ranks
+        batches, rest = divmod(setup.micro_batches * before, now)
+        if before != now and named_devices(setup.trainer):
+            nodes = f" --trainer.num_nodes {setup.nodes}" if setup.nodes != own.nodes else ""
+            same = f": --trainer.devices {setup.devices}{nodes} --trainer.accumulate_grad_batches {batches} keep them"
+            words = f"{now / before:g} times the recipe's rows a step, on {now} data ranks in place of {before}"
+            lines.append(f"{words}{'' if rest else same}")
     return tuple(lines)
 
 
