@@ -136,7 +136,7 @@ def test_a_remedy_is_told_once_and_a_metric_is_drawn_once_with_the_marks_of_all_
 
 def test_a_remedy_with_another_value_of_the_same_option_is_the_same_one():
     def told(*remedies):
-        return told_once([Finding("a", "error", "supported", "", "", remedy) for remedy in remedies])
+        return list(told_once([Finding("a", "error", "supported", "", "", remedy) for remedy in remedies]))
 
     values = ("--a.lr 0.1 (it is 1; lowest; at 3); sleep", "--a.lr 0.2 (it is 1)", "sleep; --a.lr 3", "eat")
     assert told(*values) == [values[0], "as for 1", "as for 1", "eat"]
