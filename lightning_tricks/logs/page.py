@@ -10,7 +10,8 @@ from lightning_tricks._core.quote import html_text
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.table import human
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 18, 34  # of a plot, and of its numbers around it
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 14, 34  # of a plot, and of its numbers around it
+_INSET = 4  # of the first point: a whole dot
 _TICKS, _COLORS = 5, 6
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
@@ -88,12 +89,12 @@ def plot(
         return "<svg></svg>"
     scale = math.log10 if log else float
     low, high = map(scale, ends)
-    begin = min([float(curve.x[0]) for curve in curves] + [first for first, _ in bands])
+    begin = min([float(curve.x[0]) for curve in curves] + [first for first, _ in bands] + list(marks))
     end = max([float(curve.x[-1]) for curve in curves] + [last for _, last in bands])
     wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
     def x_of(value: float) -> float:
-        return _LEFT + (value - begin) / ((end - begin) or 1.0) * (wide - _RIGHT)
+        return _LEFT + _INSET + (value - begin) / ((end - begin) or 1.0) * (wide - _INSET - _RIGHT)
 
     def y_of(value: float) -> float:
         return tall - (min(scale(value), high + (high - low)) - low) / (high - low) * tall
@@ -112,7 +113,7 @@ def plot(
     for first, last in bands:
         wide_of = max(x_of(last) - x_of(first), 2.0)
         parts.append(f'<rect class="bad" x="{x_of(first):.1f}" width="{wide_of:.1f}" height="{tall}">{_BAD}</rect>')
-    for mark in (x_of(mark) for mark in marks if begin <= mark <= end):
+    for mark in (x_of(mark) for mark in marks if mark <= end):
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
     for curve in curves:
         points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True)]
@@ -175,7 +176,7 @@ b {{ color: var(--tone); }} section {{ border-left: 4px solid var(--tone); paddi
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th:first-child, .left {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
-dl {{ display: grid; grid-template-columns: minmax(auto, 9rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
+dl {{ display: grid; grid-template-columns: minmax(auto, 11rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; overflow: visible; }}
 svg svg {{ overflow: hidden; }} line {{ stroke: var(--faint); }} .mark {{ stroke: var(--red); stroke-dasharray: 3 3; }}
