@@ -11,8 +11,7 @@ from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.table import human
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 14, 34  # of a plot, and of its numbers around it
-_INSET = 4  # of the first point: a whole dot
-_TICKS, _COLORS = 5, 6
+_TICKS, _COLORS, _INSET = 5, 6, 4  # the first point is a whole dot, not cut by the frame
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
