@@ -5,7 +5,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
 from lightning_tricks.logs import page as html
 from lightning_tricks.logs import table
-from lightning_tricks.logs.compared_run import AXES, axis_text, read_runs
+from lightning_tricks.logs.compared_run import AXES, axis_text, axis_unit, read_runs
 from lightning_tricks.logs.comparison import LEVEL, Comparison, Row, compare_runs
 from lightning_tricks.logs.intervals import Interval
 from lightning_tricks.logs.page import LOG_WORD, Curve, is_wide, limits, thinned
@@ -76,25 +75,15 @@ def place_text(row: Row) -> str:
 
 def _amount(row: Row) -> str:
     assert row.place is not None
-    word = axis_text(row.name)
-    if row.name == "hours":
-        size, word = table.time_unit(row.place)
-        return f"{row.place / size:.3g} {word}"
-    if row.name == "steps":
-        return f"{row.place:,.0f} {word}"
-    return f"{table.human(row.place)} {word}"
+    size, unit = axis_unit(row.name, row.place)
+    return f"{row.place:,.0f} {unit}" if row.name == "steps" else f"{table.human(row.place / size)} {unit}"
 
 
 def difference_text(row: Row, number: int) -> str:
     """A difference with its interval, where there is one."""
     if (interval := row.intervals[number]) is not None:
-        return interval_text(interval)
+        return f"{interval.difference:+.4f} ± {interval.half_width:.4f}"
     return f"{row.difference(number):+.4f}" if math.isfinite(row.difference(number)) else ""
-
-
-def interval_text(interval: Interval) -> str:
-    """`-0.0309 ± 0.0058`."""
-    return f"{interval.difference:+.4f} ± {interval.half_width:.4f}"
 
 
 def _percent(share: float) -> str:
@@ -190,10 +179,9 @@ def page(found: Comparison, left_out: Sequence[str]) -> str:
     told = "".join(f"<li>{html_text(line)}</li>" for line in notes(found, left_out))
     settings = settings_table(found)
     axes = [axis for axis in found.known if axis in ("steps", "hours") or found.amount_of_step(axis) is None]
-    classes = [] if alone else [html.color_class(number) for number in range(len(found.groups))]
     parts = [
         *(f'<p class="verdict">{html_text(line)}</p>' for line in verdicts(found)),
-        table.html_table(groups_table(found), classes, left={3}),
+        table.html_table(groups_table(found), left={3}),
         table.html_table(values_table(found)),
         table.html_table(settings) if len(settings) > 1 else "<p>No setting differs.</p>",
         f"<ul>{told}</ul>" if told else "",
@@ -210,8 +198,7 @@ def _figure_over(found: Comparison, axis: str) -> str:
     low, high, log = axis_shown(curves)
     each = [f"{table.human(n)} {axis_text(one)}" for one in ("tokens", "flops") if (n := found.amount_of_step(one))]
     caption += f"; in all runs a step is {', '.join(each)}" if each and axis == "steps" else ""
-    drawn = [replace(curve, y=np.log10(curve.y)) for curve in curves] if log else curves
-    return html.figure(html.plot(drawn, (low, high), axis == "hours", log=log), caption)
+    return html.figure(html.plot(curves, (low, high), log=log), caption)
 
 
 def _filled(line: str) -> str:
@@ -286,9 +273,7 @@ def run_curves(found: Comparison, axis: str) -> tuple[list[Curve], str]:
     """A curve for each run, in the color of its group, and the unit of x; of one group, each in a color of its own."""
     alone = len(found.groups) == 1
     curves: list[Curve] = []
-    size, unit = 1.0, axis_text(axis)
-    if axis == "hours":
-        size, unit = table.time_unit(max(float(found.places(run, axis)[-1]) for run in found.runs))
+    size, unit = axis_unit(axis, max(found.places(run, axis)[-1] for run in found.runs))
     for number, group in enumerate(found.groups):
         for place, run in enumerate(group.runs):
             outcome, label = thinned(found.outcomes[run.name].finite()), run.name if alone else group.letter
@@ -298,23 +283,19 @@ def run_curves(found: Comparison, axis: str) -> tuple[list[Curve], str]:
 
 
 def axis_shown(curves: list[Curve]) -> tuple[float, float, bool]:
-    """The ends of the axis of values, and whether it is logarithmic: then they are logarithms to base 10.
-
-    It has what comes after the first tenth of the curves, their ends and their minima.
-    """
+    """The ends of the axis of values, of what comes after the first tenth, and whether it is logarithmic."""
     end = max((float(curve.x[-1]) for curve in curves if len(curve.x)), default=1.0)
     later = [curve.y[curve.x >= _BEGIN * end] for curve in curves]
     ends = [end for curve in curves if len(curve.y) for end in (curve.y[-1], curve.y.min())]
     values = np.concatenate([*later, ends])
-    log = is_wide(values)
-    return (*limits(np.log10(values) if log else values), log)
+    return (*limits(values, is_wide(values)), is_wide(values))
 
 
 def caption_of(found: Comparison, unit: str, curves: list[Curve]) -> str:
     """What a plot shows over a unit, and how high the points are that it does not."""
     top = max((float(curve.y.max()) for curve in curves if len(curve.y)), default=-math.inf)
     _, high, log = axis_shown(curves)
-    cut = f"; first values, up to {top:.4g}, are above the frame" if top > (10**high if log else high) else ""
+    cut = f"; first values, up to {top:.4g}, are above the frame" if top > high else ""
     return f"{found.metric} over {unit}{LOG_WORD * log}{cut}"
 
 
@@ -341,8 +322,8 @@ def draw_in_terminal(found: Comparison, columns: int, unicode: bool) -> list[str
             width=max(columns - _LABELS, table.LEAST_WIDTH),
             height=_HEIGHT,
             x_unit=letter,
-            y_min=10**low if log else low,
-            y_max=10**high if log else high,
+            y_min=low,
+            y_max=high,
             y_as_log=log,
             x_gridlines=[],
             character_set="braille" if unicode and (shows_color() or len(curves) == 1) else "ascii",

@@ -164,15 +164,15 @@ class Report:
 
     def _plots(self) -> Iterator[str]:
         """Those of the findings' metrics first; none of a metric that is constant, unless it is a loss."""
-        log, names = self.log, [name for finding in self.found for name in finding.metrics]
-        losses, others = [log.name(role) for role in ("loss", "val_loss")], [log.name("grad_norm"), log.name("lr")]
-        clips = {log.name("grad_norm"): log.clip_norm()}
-        slow = {log.name(role): _SLOW_FIRST for role in ("speed", "mfu")}
-        for name in dict.fromkeys([*names, *losses, *others]):
+        log, found = self.log, self.found
+        loss, val_loss, norm, lr, *rates = map(log.name, ("loss", "val_loss", "grad_norm", "lr", "speed", "mfu"))
+        names = [name for finding in found for name in finding.metrics]
+        for name in dict.fromkeys([*names, loss, val_loss, norm, lr]):
             series = log.metrics.get(name, Series.of({}))
-            if len(np.unique(series.values)) > (name not in losses):
-                steps = {step for finding in self.found if name in finding.metrics for step in finding.steps}
-                yield plot_of(series, name, sorted(steps), clips.get(name, 0.0), slow.get(name, 0.0))
+            if len(np.unique(series.values)) > (name not in (loss, val_loss)):
+                steps = {step for finding in found if name in finding.metrics for step in finding.steps}
+                clip = log.clip_norm() if name == norm else 0.0
+                yield plot_of(series, name, sorted(steps), clip, _SLOW_FIRST * (name in rates))
 
 
 def _title(finding: Finding) -> str:
@@ -188,24 +188,18 @@ def _section(number: int, finding: Finding, rows: list[tuple[str, str]]) -> str:
 
 
 def plot_of(series: Series, name: str, marks: Sequence[float] = (), clip: float = 0.0, low_share: float = 0.0) -> str:
-    """A metric over steps: lines at marked steps and the clip, bands where it is not finite; extremes stay.
+    """A metric over steps, with lines at marked steps and a clip above 0, and bands where it is not finite.
 
-    Args:
-        series: its points.
-        name: as logged.
-        marks: steps.
-        clip: a level to show; 0 for none.
-        low_share: of the lowest points, which make no axis logarithmic.
+    Extremes stay. A share of the lowest points makes no axis logarithmic.
     """
     points, bad = thinned(series.finite()), ~np.isfinite(series.values)
     firsts, lasts = bad & ~np.append(False, bad[:-1])[: len(bad)], bad & ~np.append(bad[1:], False)[: len(bad)]
     bands = list(zip(series.steps[firsts].tolist(), series.steps[lasts].tolist(), strict=True))
     values = np.append(points.values, [clip] * (clip > 0 and len(points) > 0))
     log = is_wide(np.sort(values)[int(low_share * len(values)) :]) and bool(values.min() > 0)
-    scale = np.log10 if log else np.asarray
-    curve = Curve(0, name, points.steps.astype(np.float64), scale(points.values))
-    level = (f"clip {clip:.4g}", float(scale(clip))) if clip > 0 else None
-    drawn = plot([curve], limits(scale(values)), marks=marks, bands=bands, log=log, level=level)
+    curve = Curve(0, name, points.steps.astype(np.float64), points.values)
+    level = (f"clip {clip:.4g}", clip) if clip > 0 else None
+    drawn = plot([curve], limits(values, log), marks, bands, log, level)
     return figure(drawn, f"{name} over steps{LOG_WORD if log else '' if len(points) else ': no finite value'}")
 
 

@@ -152,6 +152,13 @@ def axis_text(name: str) -> str:
     return "FLOPs" if name == "flops" else name
 
 
+def axis_unit(name: str, largest: float) -> tuple[float, str]:
+    """The unit of an axis for amounts up to the largest, as a part of the axis's own, and its name for people."""
+    if name != "hours" or largest >= 0.1:
+        return 1.0, axis_text(name)
+    return (1 / 60, "minutes") if largest >= 1 / 60 else (1 / 3600, "seconds")
+
+
 def is_seed(name: str) -> bool:
     """Whether a setting is a seed, by the end of its dotted name.
 

@@ -211,10 +211,7 @@ class Comparison:
         return found
 
     def points_beside(self, number: int, difference: float) -> tuple[int, int]:
-        """At how many of the points that a group's first run shares with the first group's it lies as at a difference.
-
-        Below for a negative one, above for a positive one, on it for 0; and the number of all points.
-        """
+        """At how many points of the first runs of a group and of A the difference has this sign; and of how many."""
         one, other = (self.outcomes[self.groups[each].runs[0].name] for each in (0, number))
         _, a, b = np.intersect1d(one.steps, other.steps, return_indices=True)
         return int((np.sign(other.values[b] - one.values[a]) == np.sign(difference)).sum()), len(a)

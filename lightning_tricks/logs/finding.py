@@ -1,7 +1,7 @@
 """A finding: a symptom with its evidence, likely cause and remedy, and how findings are ranked. No torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,18 +83,16 @@ def lower_lr(log: RunLog, before: float = 0) -> str:
 _PARTS = re.compile(r"; (?![^(]*\))")  # of a remedy: not inside of brackets
 
 
-def told_once(found: Sequence[Finding]) -> list[str]:
+def told_once(found: Sequence[Finding]) -> Iterator[str]:
     """The remedies; a part of an earlier one, or another value of its option, is `as for` the finding's number."""
     first: dict[str, int] = {}
-    remedies = []
     for number, finding in enumerate(found, 1):
-        parts = {}
+        parts: dict[str, None] = {}
         for part in _PARTS.split(finding.remedy):
             option = re.match(r"--[\w.]+(\+=\w+)?", part)
             at = first.setdefault(option[0] if option else part, number)
             parts[part if at == number else f"as for {at}"] = None
-        remedies.append("; ".join(parts))
-    return remedies
+        yield "; ".join(parts)
 
 
 _PROPOSED = re.compile(r"(?:^|[;,] )(?:or )?--([\w.]+)(?:\+=| )([\w.]+)[^;,]*")

@@ -10,13 +10,13 @@ from lightning_tricks._core.quote import html_text
 from lightning_tricks.logs.run_log import Floats, Series
 from lightning_tricks.logs.table import human
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 18, 34  # of a plot, and of its numbers around it
-_TICKS, _COLORS = 5, 6
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BELOW = 560, 260, 60, 14, 34  # of a plot, and of its numbers around it
+_TICKS, _COLORS, _INSET = 5, 6, 4  # the first point is a whole dot, not cut by the frame
 _MOST_POINTS = 800  # of a curve
 _FEW_POINTS = 12  # at most, each of which is a dot
 _BAD = "<title>not finite: NaN or infinite</title>"
 LOG_WORD, _WIDE_SPAN = ", logarithmic", 100.0  # of a caption; largest over smallest value of such an axis
-_MARGIN, _LARGEST = 0.06, 1e300  # of the height of a plot, above and below; a value whose double is finite
+_MARGIN, _LARGEST, _DECADES = 0.06, 1e300, 307.0  # of a plot's height, above and below; what is finite, doubled too
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,13 @@ def thinned(series: Series) -> Series:
     return Series(series.steps[kept], series.values[kept])
 
 
-def limits(values: Floats) -> tuple[float, float]:
-    """The ends of an axis for these values, with a margin."""
+def limits(values: Floats, log: bool = False) -> tuple[float, float]:
+    """The ends of an axis for these values, logarithmic or not, with a margin."""
     if not len(values):
         return 0.0, 1.0
+    if log:
+        low, high = limits(np.log10(values))
+        return 10.0 ** max(low, -_DECADES), 10.0 ** min(high, _DECADES)
     low, high = max(float(values.min()), -_LARGEST), min(float(values.max()), _LARGEST)
     margin = _MARGIN * (high - low) or max(abs(low) * _MARGIN, 1e-6)
     return low - margin, high + margin
@@ -65,7 +68,6 @@ def is_wide(values: Floats) -> bool:
 def plot(
     curves: Iterable[Curve],
     ends: tuple[float, float],
-    small: bool = False,
     marks: Sequence[float] = (),
     bands: Sequence[tuple[float, float]] = (),
     log: bool = False,
@@ -76,46 +78,45 @@ def plot(
     Args:
         curves: those without a point are left out.
         ends: lowest and highest value to show.
-        small: whether amounts are small, such as hours, and not counts.
         marks: amounts at which a vertical line stands.
         bands: first and last amounts at which a value is not finite.
-        log: whether the values are logarithms, to base 10.
+        log: whether the axis of values is logarithmic.
         level: name and value of a horizontal line.
     """
     curves = [curve for curve in curves if len(curve.x)]
     if not curves:
         return "<svg></svg>"
-    low, high = ends
-    begin = min([float(curve.x[0]) for curve in curves] + [first for first, _ in bands])
+    scale = math.log10 if log else float
+    low, high = map(scale, ends)
+    begin = min([float(curve.x[0]) for curve in curves] + [first for first, _ in bands] + list(marks))
     end = max([float(curve.x[-1]) for curve in curves] + [last for _, last in bands])
     wide, tall = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
     def x_of(value: float) -> float:
-        return _LEFT + (value - begin) / ((end - begin) or 1.0) * (wide - _RIGHT)
+        return _LEFT + _INSET + (value - begin) / ((end - begin) or 1.0) * (wide - _INSET - _RIGHT)
 
     def y_of(value: float) -> float:
-        return tall - (min(value, high + (high - low)) - low) / (high - low) * tall
+        return tall - (min(scale(value), high + (high - low)) - low) / (high - low) * tall
 
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
     parts.append(f'<rect class="frame" x="{_LEFT}" width="{wide}" height="{tall}"/>')
-    value_at = (lambda y: 10.0 ** min(y, 308.0)) if log else float
-    for tick in (tick for tick in ticks(low, high) if not log or tick == round(tick)):
-        y, shown = y_of(tick), f"{value_at(tick):.5g}"
+    powers = (10.0**tick for tick in ticks(low, high) if tick == round(tick))
+    for value in powers if log else ticks(low, high):
+        y, shown = y_of(value), f"{value:.5g}"
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
     for tick in ticks(begin, end):
-        shown = f"{tick:.3g}" if small or not tick else human(tick)
-        parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{shown}</text>')
+        parts.append(f'<text x="{x_of(tick):.1f}" y="{tall + 18}" text-anchor="middle">{human(tick)}</text>')
     # what is above the frame is cut off by this inner one
     parts.append(f'<svg x="{_LEFT}" width="{wide}" height="{tall}" viewBox="{_LEFT} 0 {wide} {tall}">')
     for first, last in bands:
         wide_of = max(x_of(last) - x_of(first), 2.0)
         parts.append(f'<rect class="bad" x="{x_of(first):.1f}" width="{wide_of:.1f}" height="{tall}">{_BAD}</rect>')
-    for mark in (x_of(mark) for mark in marks if begin <= mark <= end):
+    for mark in (x_of(mark) for mark in marks if mark <= end):
         parts.append(f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="0" y2="{tall}"/>')
     for curve in curves:
         points = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(curve.x, curve.y, strict=True)]
-        name, color = html_text(f"{curve.label}: {value_at(curve.y[-1]):.4g} at the end"), color_class(curve.group)
+        name, color = html_text(f"{curve.label}: {curve.y[-1]:.4g} at the end"), color_class(curve.group)
         parts.append(f'<polyline class="{color}" points="{" ".join(points)}"><title>{name}</title></polyline>')
         if len(points) <= _FEW_POINTS:
             parts.append(f'<path class="{color}" d="{" ".join(f"M{point}h0" for point in points)}"/>')
@@ -174,7 +175,7 @@ b {{ color: var(--tone); }} section {{ border-left: 4px solid var(--tone); paddi
 th, td {{ text-align: right; padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint);
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
 th:first-child, .left {{ text-align: left; }} thead th {{ font-weight: 600; }} tbody th {{ font-weight: 400; }}
-dl {{ display: grid; grid-template-columns: minmax(auto, 9rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
+dl {{ display: grid; grid-template-columns: minmax(auto, 11rem) 1fr; gap: .3rem .8rem; }} dd {{ margin: 0; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; }} figcaption {{ font-size: 13px; }} svg {{ width: 100%; height: auto; overflow: visible; }}
 svg svg {{ overflow: hidden; }} line {{ stroke: var(--faint); }} .mark {{ stroke: var(--red); stroke-dasharray: 3 3; }}

@@ -42,22 +42,16 @@ def lines_of(table: Sequence[Sequence[str]], left: Collection[int] = (0,), style
     ]
 
 
-def html_table(table: Sequence[Sequence[str]], classes: Sequence[str] = (), left: Collection[int] = ()) -> str:
-    """The same in HTML; on a phone each row is a block, in which a cell has its head before it.
-
-    Args:
-        table: rows of cells, the first of heads.
-        classes: of the swatches of color before the rows, if they have some.
-        left: columns behind the first that begin at the left.
-    """
+def html_table(table: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """The same in HTML; columns in `left` begin at the left too. On a phone each cell has its head before it."""
     head, *rows = ([html_text(cell).replace("± ", "±&nbsp;") for cell in row] for row in table)
     sides = [' class="left"' * (column in left) for column in range(len(head))]
     cells = "".join(f"<th{side}>{name}</th>" for name, side in zip(head, sides, strict=True))
     body = ""
-    for swatch, row in zip([f'<i class="{name}"></i>' for name in classes] or [""] * len(rows), rows, strict=True):
+    for row in rows:
         columns = list(zip(head, sides, row, strict=True))[1:]
         others = "".join(f'<td data-head="{name}"{side}>{cell}</td>' for name, side, cell in columns)
-        body += f"<tr><th>{swatch}{row[0]}</th>{others}</tr>"
+        body += f"<tr><th>{row[0]}</th>{others}</tr>"
     return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -71,11 +65,6 @@ def unit(number: float) -> tuple[float, str]:
     """The size of the thousands that a count is shown in, and its letter."""
     units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
     return next((one for one in units if abs(number) >= one[0] * 0.9995), (1.0, ""))
-
-
-def time_unit(hours: float) -> tuple[float, str]:
-    """The part of an hour that a time is shown in, and its name."""
-    return (1.0, "hours") if hours >= 0.1 else (1 / 60, "minutes") if hours >= 1 / 60 else (1 / 3600, "seconds")
 
 
 def size_text(size: float) -> str:

@@ -134,9 +134,18 @@ def test_a_remedy_is_told_once_and_a_metric_is_drawn_once_with_the_marks_of_all_
     assert page.partition("</figure>")[0].count('class="mark"') == len(marks) == 4  # where it diverged, three spikes
 
 
+def test_a_slow_first_step_makes_no_logarithmic_axis(tmp_path):
+    speeds = [10.0, *[1e6] * 59, *[2e5] * 60]
+    speed = [scalar("throughput/tokens_per_second", step, each, 1e9 + step) for step, each in enumerate(speeds)]
+    folder = written(tmp_path, *losses(range(120)), *speed)
+    with pytest.raises(SystemExit):
+        door.run(["doctor", str(folder), "--html", str(tmp_path / "a.html")])
+    assert "<figcaption>throughput/tokens_per_second over steps<" in (tmp_path / "a.html").read_text()
+
+
 def test_a_remedy_with_another_value_of_the_same_option_is_the_same_one():
     def told(*remedies):
-        return told_once([Finding("a", "error", "supported", "", "", remedy) for remedy in remedies])
+        return list(told_once([Finding("a", "error", "supported", "", "", remedy) for remedy in remedies]))
 
     values = ("--a.lr 0.1 (it is 1; lowest; at 3); sleep", "--a.lr 0.2 (it is 1)", "sleep; --a.lr 3", "eat")
     assert told(*values) == [values[0], "as for 1", "as for 1", "eat"]

@@ -28,6 +28,16 @@ def test_a_plot_keeps_the_extremes_and_marks_steps():
     assert plot_of(Series.of({}), "loss") == figure(plot([], (0, 1)), "loss over steps: no finite value")
 
 
+def test_an_axis_begins_at_the_first_point_or_mark():
+    def places(*marks):
+        drawn = plot_of(Series(np.array([100, 150, 200]), np.ones(3)), "loss", marks)
+        return [float(x) for x in re.findall(r"M([\d.]+),", drawn)]
+
+    first, middle, last = places()
+    assert (first, middle - first) == (64.0, last - middle)  # a dot's width behind the frame
+    assert places(0)[0] == pytest.approx((first + last) / 2)
+
+
 def test_values_that_are_not_finite_are_a_band_each_and_widen_the_axis():
     values = np.ones(100)
     values[[5, 6, 7, 50]], values[90:] = np.nan, np.inf
