@@ -18,7 +18,7 @@ from lightning_tricks.logs.ledger_diff import compare
 from lightning_tricks.logs.ledger_file import read_ledger
 
 WITHOUT = {  # they write files, or print text that is no fact
-    "average", "completion", "consolidate", "cp", "fit", "generate", "import", "predict", "prepare", "show-data",
+    "average", "completion", "consolidate", "cp", "fit", "import", "predict", "prepare", "show-data",
 }  # fmt: skip
 
 
