@@ -117,14 +117,8 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     # A fit names the link, by which ModelCheckpoint knows that it may delete the file later. An evaluation beside a
     # running fit, which moves the link, names the file.
     path = (found.chosen.link if command == "fit" else None) or restore_name(found.chosen)
-    record = found.chosen.record
     kind = "the newest complete checkpoint" if found.passed_over else "the newest checkpoint"
     rank_zero_info(f"{option}: {relative_to_cwd(path)}, {kind} in {where}")
-    if command == "fit" and record and 0 < trainer.max_steps <= record.step:
-        rank_zero_info(
-            f"{option}: {relative_to_cwd(path)} is at step {record.step}, and --trainer.max_steps is "
-            f"{trainer.max_steps}: raise it above {record.step} to go on, or start a new run with --ckpt_path none"
-        )
     return str(path)
 
 

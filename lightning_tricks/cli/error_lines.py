@@ -161,7 +161,8 @@ def _wrong_value(error: ParseError, class_expected: bool) -> str | None:
     choices = [name.strip("'\"") for names in _found(r"Expected a typing\.Literal\[(.*?)\]", error)
                for name in names.split(", ")]  # fmt: skip
     expected = [wanted for said in error.complaints if (wanted := _wanted(said))]
-    plain = _found(r"Expected a <class '(float|int|str|tuple|list)'", error)
+    is_name = re.fullmatch(r"[A-Za-z_][\w.]*", error.value or "")  # of one class, where a list of several may stand
+    plain = _found(rf"Expected a <class '(float|int|str|tuple{'' if is_name else '|list'})'", error)
     if not (expected or choices) or (class_expected and not plain):
         return None
     if nested := re.match(r"NestedArg\(key='([^']+)'", error.value or ""):
@@ -240,6 +241,9 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
         names = [cls.__name__ for cls in subclasses(pl.strategies.Strategy)]
         near = did_you_mean(config["strategy"], [*pl.strategies.StrategyRegistry.available_strategies(), *names])
         return f"trainer.strategy={config['strategy']}: no such strategy{near}"
+    if "No supported gpu backend" in said or "can not run on your system" in said:
+        remedy = "give --trainer.accelerator cpu, or look whether nvidia-smi lists a GPU and torch is built for it"
+        return f"trainer.accelerator={config['accelerator']}: torch finds none on this machine: {remedy}"
     if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", said):
         name = twice[1]
         return f"trainer.callbacks: there are two {name}: give --trainer.callbacks-={name} before the one to keep"

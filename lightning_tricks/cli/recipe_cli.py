@@ -200,8 +200,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
             self._change.change(config)
 
     def _set_seed(self) -> None:
-        """Lightning's, of which `fit` alone says the seed."""
-        with replaced(lightning_cli, "seed_everything", partial(pl.seed_everything, verbose=self.subcommand == "fit")):
+        """Lightning's, in silence: `fit` says the seed when the run is known to start."""
+        with replaced(lightning_cli, "seed_everything", partial(pl.seed_everything, verbose=False)):
             super()._set_seed()
 
     def _parse_ckpt_path(self) -> None:
@@ -339,6 +339,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         # 7. What makes this `fit` another command.
         if self._change is not None:
             self._change.check(trainer)
+        if command == "fit" and options["seed_everything"] is not False:
+            rank_zero_info(f"Seed set to {options['seed_everything']}")
         # 8. Predictions go to their file; all of them would fill the memory.
         if command == "predict" and options.get("return_predictions") is None:
             options["return_predictions"] = False

@@ -14,7 +14,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_links
 from lightning_tricks._host.machine import listed
 from lightning_tricks._host.writable import check_folders_of_run
-from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only
+from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning_tricks._trainer.loop import logging_step
 from lightning_tricks._trainer.objects import choose_version, chosen_version, folder_of_run, has_versions, next_version
 from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
@@ -107,6 +107,15 @@ class RunFolder(pl.Callback):
         if not self._started and trainer.ckpt_path:
             rank_zero_info(f"Going on from step {logging_step(trainer)} of {relative_to_cwd(trainer.ckpt_path)}")
         self._started = True
+
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
+        """Say that no step was left: otherwise the last lines are those of a run that has trained."""
+        name = "max_steps" if 0 < trainer.max_steps <= trainer.global_step else "max_epochs"
+        if self.checkpoint and not self._started and (end := getattr(trainer, name) or 0) > 0:
+            rank_zero_warn(
+                f"no step was left to train: {relative_to_cwd(self.checkpoint)} is at step {trainer.global_step}, and "
+                f"trainer.{name} is {end}: give a larger one to go on, or --ckpt_path none for a new run"
+            )
 
 
 class SaveRecipe(lightning_cli.SaveConfigCallback):

@@ -190,13 +190,12 @@ def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command
     Path("runs/toy/version_1/checkpoints").mkdir(parents=True)  # a start that was killed before its first save
     fit("--resume=auto", steps=4)
     assert started_at(caplog) == 2
-    fit("--resume=auto", steps=4)
-    (line,) = [line for line in lines(caplog, "resume=auto: ") if "max_steps" in line]
-    assert re.fullmatch(
-        r"resume=auto: \S+/checkpoints/\S+ is at step 4, and --trainer.max_steps is 4: "
-        "raise it above 4 to go on, or start a new run with --ckpt_path none",
-        line,
-    )
+    for more in (["--resume=auto"], [f"--ckpt_path={sorted(CHECKPOINTS.glob('*step=4.ckpt'))[0]}"]):
+        with pytest.warns(
+            match=r"^no step was left to train: \S+/checkpoints/\S+ is at step 4, and trainer.max_steps is 3: give a "
+            "larger one to go on, or --ckpt_path none for a new run$"
+        ):
+            fit(*more, steps=3)
     caplog.clear()
     fit("--resume=auto", "--trainer.fast_dev_run=true")
     assert not lines(caplog, "resume=auto")

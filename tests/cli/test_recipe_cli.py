@@ -79,8 +79,14 @@ def test_fit_alone_says_the_seed(command, says, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(str(number**3) for number in range(2000)))
     Path("small.yaml").write_text(SMALL)
-    caplog.set_level("INFO", logger="lightning.fabric.utilities.seed")
-    RecipeCLI(args=[command, "--config", "small.yaml", "--seed_everything", "7"])
+    for logger in ("lightning.fabric.utilities.seed", "lightning.pytorch.utilities.rank_zero"):
+        caplog.set_level("INFO", logger=logger)
+    args = [command, "--config", "small.yaml", "--seed_everything", "7"]
+    if says:  # and not where the run is refused
+        with pytest.raises(UsageError, match="num_nodes=2: "):
+            RecipeCLI(args=[*args, "--trainer.num_nodes", "2"])
+        assert not [message for message in caplog.messages if "Seed" in message]
+    RecipeCLI(args=args)
     assert torch.initial_seed() == 7
     assert ("Seed set to 7" in caplog.messages) == says
 

@@ -178,6 +178,7 @@ ROWS = [
         "give a list in brackets",
     ),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
+    plain("--trainer.plugins BF16Mixd", "trainer.plugins: no class", "did you mean BF16Mixed?"),
     plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
     option(
@@ -198,7 +199,8 @@ ROWS = [
     # Launchers and other machines.
     plain("", "trainer.devices=1", "torchrun has started 2", "--nproc-per-node", lines=3, prepare=TORCHRUN),
     plain("--trainer.num_nodes 2", "trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT", "torchrun --nnodes"),
-    plain("--trainer.accelerator cuda", "trainer: ", "can not run on your system", prepare=no_gpu),
+    plain("--trainer.accelerator cuda", "trainer.accelerator=cuda: ", "--trainer.accelerator cpu", prepare=no_gpu),
+    plain("--trainer.accelerator gpu", "trainer.accelerator=gpu: ", "nvidia-smi", prepare=no_gpu),
     command(
         f"fit --config '{RECIPES}/llama7b.yaml' --trainer.devices 1 --trainer.strategy auto "
         "--data.train shard.bin --data.val null",
