@@ -251,13 +251,22 @@ def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(o
     signature = "EMA(decay: float = 0.999, warmup: bool = True, validate: bool = True)"
     assert f"from lightning_tricks import EMA\n\n{signature}" in entry
     assert "| `decay` | `float` | `0.999` | share of the average that stays at each step." in entry
-    assert "- `UsageError`: an option out of range;" in entry
+    assert "`](../../repository/lightning_tricks/_core/errors.py.md): an option out of range;" in entry
     assert "**Source:** Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;" in entry
     assert "**Guide:** [Averages of the weights: EMA and TailAverage](../../averages.md)\n" in entry
-    assert "Defined in `lightning_tricks/guards/averages.py`" in entry
+    assert "[Source](../../repository/lightning_tricks/guards/averages.py.md)" in entry
     assert "[`FSDP2Strategy`](../strategies/FSDP2Strategy.md)" in entry  # names lead to their entries
     card = (out / "docs/averages.md").read_text(encoding="utf-8")
     assert "\n## API\n\n- [`EMA`](reference/callbacks/EMA.md): Keeps an exponential moving average" in card
+
+
+def test_an_entry_spells_out_types_links_private_names_and_leaves_out_hooks(out):
+    entry = (out / "docs/reference/data/TextData.md").read_text(encoding="utf-8")
+    assert "    packing: Literal['cut', 'best_fit'] = 'cut'," in entry
+    assert "| `packing` | `Literal['cut', 'best_fit']` | `'cut'` |" in entry
+    assert "- [`UsageError`](../../repository/lightning_tricks/_core/errors.py.md): bad options" in entry
+    assert "## held_out {: #TextData.held_out }" in entry  # short in the list of the page
+    assert [name for name in api_pages._HOOKS if f"## {name} " in entry] == []
 
 
 # ---- search and llms.txt

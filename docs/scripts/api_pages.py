@@ -34,14 +34,11 @@ _CARDS = {
     "from_hf": "decoder",
     "load_weights": "checkpoints",
 }
+# Methods that Lightning or torch calls, then those that our commands and other parts call.
 _HOOKS = {
-    "setup",
-    "teardown",
-    "state_dict",
-    "load_state_dict",
-    "after_rollback",
-    "forward",
-}  # called by Lightning, torch
+    "setup", "teardown", "state_dict", "load_state_dict", "forward", "prepare_data",
+    "after_rollback", "check_run", "check_sample", "is_recorded", "planned", "planned_factor", "planned_steps",
+}  # fmt: skip
 # Bases whose methods Lightning or torch calls.
 _OTHERS = re.compile(r"pl\.(?!Callback\b)|lightning_cli|torch\.|nn\.|Optimizer|Mixin|AutocastPrecision|LRScheduler")
 # What the end of an option's name says of its number.
@@ -277,7 +274,7 @@ def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) ->
         code += ["", _signature(entry.name, thing)]
     elif thing.value is not None:
         code += ["", f"{entry.name} = {thing.value}"]
-    others = {name: link for name, link in links.items() if name != entry.name}
+    others = {name: link for name, link in (_internal(thing) | links).items() if name != entry.name}
     first, _, rest = _docstring(thing, others).partition("\n\n")
     parts = [first, "```python\n" + "\n".join(code) + "\n```"]
     if entry.card is not None:
@@ -285,9 +282,40 @@ def _entry(entry: Entry, links: Mapping[str, str], titles: Mapping[str, str]) ->
     parts.append(rest)
     if thing.is_class:
         parts += [_method(entry.name, method, others) for method in _methods(thing)]
-    where = f"{thing.module.path.replace('.', '/')}.py" if thing.module.filepath.name != "__init__.py" else thing.path
-    parts.append(f"<small>Defined in `{where}`</small>")
+    parts.append(f"<small>[Source]({_source(thing)})</small>")
     return "\n\n".join(part for part in parts if part)
+
+
+def _source(thing: Any) -> str:
+    """The page of the file that defines something, from a page of the reference."""
+    path = thing.module.path.replace(".", "/") + "/__init__" * (thing.module.filepath.name == "__init__.py")
+    return f"../../repository/{path}.py.md"
+
+
+def _internal(thing: Any) -> dict[str, str]:
+    """The classes and functions of the package that a module has or imports, with their source files."""
+    targets = {name: _resolved(member) for name, member in thing.module.members.items()}
+    return {name: _source(it) for name, it in targets.items() if it is not None and (it.is_class or it.is_function)}
+
+
+def _resolved(member: Any) -> Any:
+    """What a name of a module stands for, None where it is of another package."""
+    try:
+        target = member.final_target if member.is_alias else member
+    except griffe.GriffeError:
+        return None
+    return target if target.path.startswith(f"{PACKAGE}.") else None
+
+
+def _type(annotation: Any, thing: Any) -> str:
+    """An annotation, in which a name of ours for several values or types stands as these."""
+    members = thing.module.members
+
+    def expanded(word: re.Match[str]) -> str:
+        target = _resolved(members[word[0]]) if word[0] in members else None
+        return str(getattr(target, "value", None) or word[0])
+
+    return re.sub(r"(?<![\w.'\"])[A-Z]\w+", expanded, str(annotation))
 
 
 def _methods(thing: Any) -> list[Any]:
@@ -307,8 +335,8 @@ def _methods(thing: Any) -> list[Any]:
 
 def _method(owner: str, method: Any, links: Mapping[str, str]) -> str:
     label = f"{owner}.{method.name}"
-    shown = _signature(label, method) if method.is_function else f"{label}: {method.annotation}"
-    return f"## {label} {{: #{label} }}\n\n```python\n{shown}\n```\n\n{_docstring(method, links)}"
+    shown = _signature(label, method) if method.is_function else f"{label}: {_type(method.annotation, method)}"
+    return f"## {method.name} {{: #{label} }}\n\n```python\n{shown}\n```\n\n{_docstring(method, links)}"
 
 
 def _signature(name: str, thing: Any) -> str:
@@ -325,14 +353,14 @@ def _signature(name: str, thing: Any) -> str:
         before = parameter.kind
         text = prefixes.get(parameter.kind, "") + parameter.name
         if parameter.annotation is not None:
-            text += f": {parameter.annotation}"
+            text += f": {_type(parameter.annotation, thing)}"
         if parameter.default is not None and parameter.kind not in prefixes:
             spaced = " = " if parameter.annotation is not None else "="
             text += f"{spaced}{_default(parameter.default, thing)}"
         written.append(text)
     if before is kinds.positional_only:
         written.append("/")
-    returns = f" -> {thing.returns}" if thing.is_function and thing.returns is not None else ""
+    returns = f" -> {_type(thing.returns, thing)}" if thing.is_function and thing.returns is not None else ""
     line = f"{name}({', '.join(written)}){returns}"
     if len(line) <= 88:
         return line
@@ -371,7 +399,8 @@ def _docstring(thing: Any, links: Mapping[str, str]) -> str:
             title = "Arguments" if section.kind is kind.parameters else "Attributes"
             parts.append(_table(title, value, types, thing, links))
         elif section.kind is kind.raises:
-            parts.append(_items("Raises", [(f"`{item.annotation}`", item.description) for item in value], links))
+            raised = [(_linked(f"`{item.annotation}`", links), item.description) for item in value]
+            parts.append(_items("Raises", raised, links))
         elif section.kind in (kind.returns, kind.yields):
             given = str(thing.returns) if thing.is_function else ""
             said = [item.description if str(item.annotation or "") in ("", given) else f"{item.annotation}: "
@@ -396,7 +425,7 @@ def _table(
     rows = [f"**{title}**{{: .arguments }}", "", "| name | type | default | meaning |", "|---|---|---|---|"]
     for item in items:
         annotation, default = types.get(item.name.lstrip("*"), (None, None))
-        type_ = f"`{annotation}`" if annotation is not None else ""
+        type_ = f"`{_type(annotation, thing)}`" if annotation is not None else ""
         unit = _UNITS.get(item.name.rpartition("_")[2], "") if type_.startswith(("`int", "`float")) else ""
         several = item.name.startswith("*")
         shown = "" if several else f"`{_default(default, thing)}`" if default is not None else "required"

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,13 +29,8 @@ import yaml
 SCRIPTS = Path(__file__).resolve().parent
 DOCS, ROOT = SCRIPTS.parents[0], SCRIPTS.parents[1]
 OUT = ROOT / "build/site"
-PROJECT = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "benchmarks/README.md",
-    "tests/README.md",
-)  # in the navigation
+# The project's files in the navigation.
+PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "tests/README.md")
 sys.path[:0] = [str(SCRIPTS)]
 try:
     import page_lists
@@ -43,15 +38,8 @@ try:
 except ImportError as error:  # griffe's
     sys.exit(f"{error.name} is missing: pip install -c constraints.txt '.[docs]'")
 
-AS_CODE = {
-    ".py": "python",
-    ".yaml": "yaml",
-    ".yml": "yaml",
-    ".toml": "toml",
-    ".sh": "bash",
-    ".cff": "yaml",
-    ".pyi": "python",
-}
+AS_CODE = dict.fromkeys((".yaml", ".yml", ".cff"), "yaml") | dict.fromkeys((".py", ".pyi"), "python")
+AS_CODE |= {".toml": "toml", ".sh": "bash"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|((?:src|href)=\")([^\"]+)(\")")
 PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">'
@@ -90,7 +78,7 @@ def stage(out: Path) -> None:
         write(staged / f"{name}.md", PICTURE.sub(BY_THEME, TEXT.sub(as_output, text)))
     for name, text in pages(reference(), titles).items():
         write(staged / "reference" / name, text)
-    copy_linked(staged)
+    copy_linked(staged, (staged / "reference").rglob("*.md"))
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     settings |= {"docs_dir": "docs", "site_dir": "html", "nav": page_lists.navigation()}
     others = [f"repository/{path}" for path in PROJECT if path != "README.md"]
@@ -111,9 +99,11 @@ def reference() -> Reference:
     return read_reference(ROOT, {name: text for name, text in read_cards().items() if name not in lists})
 
 
-def copy_linked(staged: Path) -> None:
-    """Copy the project's files, and all to which pages in docs and they themselves link, below `repository/`."""
-    waiting = [*(ROOT / path for path in PROJECT)]
+def copy_linked(staged: Path, entries: Iterable[Path]) -> None:
+    """Copy the project's files, and all to which pages in docs, `entries` and they link, below `repository/`."""
+    waiting = [ROOT / path for path in PROJECT]
+    for entry in entries:
+        waiting += [ROOT / path for path in re.findall(r"\(../../repository/([^)]+)\.md\)", entry.read_text("utf-8"))]
     done: set[Path] = set()
 
     def place(page: PurePosixPath, source: Path) -> Callable[[str], str]:
@@ -347,17 +337,8 @@ def build(out: Path = OUT, url: str | None = None) -> list[str]:
     if url is not None:
         with (out / "mkdocs.yml").open("a", encoding="utf-8") as settings:
             settings.write(f"site_url: {url}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "zensical",
-        "build",
-        "--strict",
-        "--clean",
-        "--config-file",
-        str(out / "mkdocs.yml"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file"]
+    done = subprocess.run([*command, str(out / "mkdocs.yml")], capture_output=True, text=True)
     if done.returncode:
         said = (done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
         return re.sub(r"\x1b\[[\d;]*m", "", said).strip().splitlines()  # without its colours

@@ -37,7 +37,7 @@ def permute(index: NDArray[np.integer], n: int, key: int) -> NDArray[np.int64]:
     Args:
         index: any shape, values in [0, n).
         n: size of the domain, at least 1.
-        key: 64 bits, see `derive_key`.
+        key: 64 bits; each key gives another order.
 
     Returns:
         Same shape as `index`, int64, values in [0, n).

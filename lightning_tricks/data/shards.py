@@ -43,7 +43,7 @@ def open_shard(path: Path, shard_format: ShardFormat = "auto") -> NDArray[np.int
         shard_format: as in `TokenData`.
 
     Raises:
-        UsageError: see `open_parts`.
+        UsageError: a file cannot be read, is cut, empty or compressed, or is not what its header says.
     """
     (part,) = open_parts(path, shard_format)
     return part.tokens[:]

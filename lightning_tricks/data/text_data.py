@@ -110,7 +110,7 @@ class TextData(TokenDataModule):
         cache_dir: folder for the shards; None means $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
-            in which no document is cut that fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`.
+            in which no document is cut that fits a row, but for a few, with at most 0.5 % padding.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.

@@ -46,7 +46,7 @@ class TokenData(TokenDataModule):
             datatrove beside a file; `nanogpt` and `olmo` are bare ids, which nothing tells.
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training tokens every `seq_len`; `best_fit` plans rows in which no document is cut that
-            fits a row, but for a few, with at most 0.5 % padding, see `PackedRows`. It needs the end-of-text token.
+            fits a row, but for a few, with at most 0.5 % padding. It needs the end-of-text token.
         token_dtype: of ids whose files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
         cache_dir: folder for that plan, and for blocks of remote files; None means $XDG_CACHE_HOME/lightning_tricks or
             ~/.cache/lightning_tricks.

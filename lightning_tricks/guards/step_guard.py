@@ -90,7 +90,7 @@ class StepGuard(pl.Callback):
 
     Out of bounds is a value that is NaN or infinite, or that exceeds the mean of the last `window_steps` accepted steps
     by more than `sigmas` standard deviations. Skipped steps never enter that mean. The guard judges the loss of the
-    step over all ranks, see `StepLoss`, and the norm of all gradients before the clip; a step that one rank rejects is
+    step over all ranks, and the norm of all gradients before the clip; a step that one rank rejects is
     skipped by all. The schedule, the data and the step counters go on. Each skipped step is named in one line at the
     next log step, with its values, its limit and the sample positions of its batch; `guard/skipped_steps` is the number
     since the run began.

@@ -94,7 +94,7 @@ class DoctorMonitor(pl.Callback):
     when a loss is not finite, and at the end. A warning names the symptom, its evidence, the likely cause and the
     remedy; notes are left to the command.
 
-    It reads values that are on the host already: each interval's from the MetricBuffer, the loss as `StepLoss` has it,
+    It reads values that are on the host already: each interval's from the MetricBuffer, the loss of the whole step,
     and those of `self.log` after validations, when Lightning reads them too. Rank 0 alone keeps them, thinned out to
     some 4,096 points of 16 bytes a metric, and finds something. It logs `train/loss` where the module does not, and
     records `doctor/findings`, the number of findings

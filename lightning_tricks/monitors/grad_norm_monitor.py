@@ -69,7 +69,7 @@ class GradNormMonitor(pl.Callback):
     also gets `train/clipped_fraction` and `train/nonfinite_grad_norms`. With several optimizers the names are
     `train/grad_norm/0`, `train/grad_norm/1` and so on, without those two.
 
-    It is measured once for all who ask, see `StepNorm`: in automatic optimization before the module's own
+    It is measured once for all who ask: in automatic optimization before the module's own
     `on_before_optimizer_step` and the clip, in manual optimization before the last `self.clip_gradients(...)` of a
     step, or, without one, as the step finds the gradients. Where one optimizer steps several times in a batch, or asks
     for several gradients (LBFGS), the largest norm of the batch is recorded.

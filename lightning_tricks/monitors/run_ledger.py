@@ -118,7 +118,7 @@ class RunLedger(pl.Callback):
       micro-batches;
     - `torch_random`, `other_random`: checksums of each rank's random state after the step: torch's on CPU and CUDA;
       NumPy's and Python's;
-    - `loss`: the loss of the step over all micro-batches and ranks, see `StepLoss`, with all its digits;
+    - `loss`: the loss of the step over all micro-batches and ranks, with all its digits;
     - `optimizer`, with `cover_weights_in_steps=1` alone: a sum over the bits of each rank's optimizer state and
       settings after the step, the module's buffers and the scale of fp16;
     - `weights`: a sum over the bits of a part of each rank's weights after the step; each step sums the next part.

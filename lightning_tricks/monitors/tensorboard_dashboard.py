@@ -152,7 +152,7 @@ class TensorBoardDashboard(pl.Callback):
     - the HParams tab: the hyper-parameters, and `hp/val_loss`, the last validation's loss, also if training fails.
 
     At fit start it prints the command that starts TensorBoard, and the address to open. It logs `train/loss` unless the
-    module does, see `StepLoss`, and `train/clip_norm`; the other curves are those that monitors log.
+    module does, and `train/clip_norm`; the other curves are those that monitors log.
 
     Args:
         val_loss: name under which the module logs the validation loss.
