@@ -269,6 +269,15 @@ def test_an_entry_spells_out_types_links_private_names_and_leaves_out_hooks(out)
     assert [name for name in api_pages._HOOKS if f"## {name} " in entry] == []
 
 
+def test_the_page_of_an_unknown_address_has_the_search_and_three_links_that_lead_somewhere(out):
+    page = (out / "html/404.html").read_text(encoding="utf-8")
+    said = page.partition("<h1>This page does not exist</h1>")[2].partition("</p>")[0]
+    links = re.findall(r'href="/([^"]+)"', said)
+    assert len(links) == 3
+    assert all((out / "html" / link / "index.html").is_file() for link in links)
+    assert 'data-md-component="search"' in page
+
+
 # ---- search and llms.txt
 
 

@@ -249,6 +249,17 @@ def search_index(html: Path) -> None:
     file.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
+def not_found(html: Path) -> None:
+    """Say on the page of an unknown address where to go: its search stands above, as on each page."""
+    file = html / "404.html"
+    text = file.read_text(encoding="utf-8")
+    base = re.search(r'href="([^"]*)"[^>]* class="md-header__button md-logo"', text)[1]  # type: ignore[index]
+    links = {"quickstart/": "Quickstart", "questions/": "Questions", "all_pages/": "All pages"}
+    ways = " · ".join(f'<a href="{base}{link}">{name}</a>' for link, name in links.items())
+    said = f"<h1>This page does not exist</h1><p>Search for it above, or begin here: {ways}</p>"
+    file.write_text(re.sub(r"<h1>404.*?</h1>", said, text), encoding="utf-8")
+
+
 def stop_words() -> str:
     """A pattern of JavaScript for stop words between words: a separator, both in a text and in a query.
 
@@ -343,6 +354,7 @@ def build(out: Path = OUT, url: str | None = None) -> list[str]:
         said = (done.stdout + done.stderr).partition("Traceback (most recent call last)")[0]
         return re.sub(r"\x1b\[[\d;]*m", "", said).strip().splitlines()  # without its colours
     search_index(out / "html")
+    not_found(out / "html")
     llms_txt(out)
     return []
 
