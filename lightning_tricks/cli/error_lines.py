@@ -242,7 +242,7 @@ def trainer_line(error: Exception, config: Mapping[str, Any]) -> str | None:
         near = did_you_mean(config["strategy"], [*pl.strategies.StrategyRegistry.available_strategies(), *names])
         return f"trainer.strategy={config['strategy']}: no such strategy{near}"
     if "No supported gpu backend" in said or "can not run on your system" in said:
-        remedy = "give --trainer.accelerator cpu, or look whether nvidia-smi lists a GPU and torch is built for it"
+        remedy = "give --trainer.accelerator cpu, or look at nvidia-smi"
         return f"trainer.accelerator={config['accelerator']}: torch finds none on this machine: {remedy}"
     if twice := re.match(r"Found more than one stateful callback of type `(\w+)`", said):
         name = twice[1]

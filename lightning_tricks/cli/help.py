@@ -32,8 +32,6 @@ _USUAL = {"data": TextData, "model": LanguageModel, "model.decoder": Llama, "mod
           "model.schedule": WarmupCosine}  # fmt: skip
 _SHOWN = {"data": 9, "model": 6, "model.decoder": 8, "trainer": 10}  # least number of options, else 4
 _OF_TENSORS = r"  --\S+\.help \S+\s+Show[\w\s]+Tensor\s+and\s+exit\.\n|,\s+known\s+subclasses:\s+torch\.Tensor[^)]*"
-_PLACES = ("trainer.callbacks", *_USUAL, "trainer.strategy", "trainer.plugins", "trainer.logger", "model.param_rules",
-           "model.mup")  # fmt: skip
 _LISTS = ("trainer.callbacks", "trainer.plugins", "model.param_rules")
 _TRAINER = ("max_steps", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches",
             "gradient_clip_val", "val_check_interval", "log_every_n_steps", "callbacks")  # fmt: skip
@@ -42,9 +40,6 @@ _TEXTS = {
     "weights_only": "true: take tensors from the checkpoint, and no other objects",
     "config": "the recipe; of several, a later one overrides an earlier one",
     "seed_everything": "seed of the first weights; true chooses one",
-    "trainer.max_steps": "optimizer steps of the whole run, -1 for no limit",
-    "trainer.devices": "GPUs of a host, or processes on its CPU",
-    "trainer.num_nodes": "number of hosts",
     "trainer.strategy": "such as ddp or FSDP2Strategy",
     "trainer.precision": "such as bf16-mixed or 32-true",
     "trainer.accumulate_grad_batches": "micro-batches of one optimizer step",
@@ -68,10 +63,8 @@ class HelpAction(argparse._HelpAction):
             parser.print_help()
         else:
             place, _, name = (values or "").rpartition(":")
-            if values:
-                lines = _class_help(parser, namespace, place or _place_of(parser, namespace, name), name)
-            else:
-                lines = _main_options(parser, namespace)
+            place = place or (name and _place_of(parser, namespace, name))
+            lines = _class_help(parser, namespace, place, name) if place else _main_options(parser, namespace)
             print(wrapped("\n".join(lines), terminal_columns(120), 2))
         parser.exit()
 
@@ -139,7 +132,8 @@ def _names(bases: Any) -> set[str]:
 
 def _place_of(parser: Any, config: Any, name: str) -> str:
     """The place of the recipe where a class of this name can stand."""
-    names = {each: place for place in reversed(_PLACES) for each in _names(_bases(parser, config, place))}
+    places = ("trainer.logger", "trainer.strategy", *_USUAL, *_LISTS)
+    names = {each: place for place in places for each in _names(_bases(parser, config, place))}
     if (found := names.get(name.rpartition(".")[2])) is None:
         raise UsageError(f"--help {name}: no such class{did_you_mean(name, names) or '; --help has the main options'}")
     return found
@@ -181,8 +175,8 @@ def _main_options(parser: Any, config: Any) -> Iterator[str]:
     options = dict(sorted(_options(parser).items(), key=lambda item: item[0] in late))
     own = {name: one for name, one in options.items() if not re.match(r"(trainer|model|data)\b", name)
            and (command == "fit" or name not in FIT_OPTIONS)}  # fmt: skip
-    lightnings = command in COMMANDS and not COMMANDS[command].module
-    text = COMMANDS[command].help if lightnings else parser.description.split(". ")[0]
+    row = COMMANDS.get(command)  # of Lightning's commands it says more than their docstrings
+    text = parser.description.split(". ")[0] if row is None or row.module else row.help
     yield f"{parser.format_usage()}{command}: {text}".removesuffix(".")
     yield from _rows(own, config)
     if command != "fit":
@@ -201,9 +195,8 @@ def _main_options(parser: Any, config: Any) -> Iterator[str]:
     order = dict.fromkeys([*(f"trainer.{name}" for name in _TRAINER), *options])
     yield from _rows({name: options[name] for name in order if name.startswith("trainer.")}, config, _SHOWN["trainer"])
     yield "all options: --help all, of a class: --help StepGuard"
-    start = parser.usage.partition(" --config")[0]
-    yield f"examples:\n  {start} --config tiny.yaml --trainer.max_steps 100"
-    yield f"  {start} --config tiny.yaml --trainer.callbacks+=EMA"
+    start = f"{parser.usage.partition(' --config')[0]} --config tiny.yaml"
+    yield f"examples:\n  {start} --trainer.max_steps 100\n  {start} --trainer.callbacks+=EMA"
 
 
 def _shown(value: Any) -> str:

@@ -110,11 +110,10 @@ class RunFolder(pl.Callback):
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:
         """Say that no step was left: otherwise the last lines are those of a run that has trained."""
-        name = "max_steps" if 0 < trainer.max_steps <= trainer.global_step else "max_epochs"
-        if self.checkpoint and not self._started and (end := getattr(trainer, name) or 0) > 0:
+        if self.checkpoint and not self._started:
             rank_zero_warn(
-                f"no step was left to train: {relative_to_cwd(self.checkpoint)} is at step {trainer.global_step}, and "
-                f"trainer.{name} is {end}: give a larger one to go on, or --ckpt_path none for a new run"
+                f"no step was left to train: {relative_to_cwd(self.checkpoint)} is at step {trainer.global_step}: give "
+                "a larger max_steps, max_epochs or total_tokens to go on, or --ckpt_path none to start a new run"
             )
 
 

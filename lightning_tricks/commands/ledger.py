@@ -19,8 +19,7 @@ def run(args: list[str]) -> None:
     from lightning_tricks.logs.ledger_file import read_ledger
 
     parser = CommandParser(
-        "ledger",
-        description="Read what the callback RunLedger has written. Each place is a run's folder, or the file.",
+        "ledger", description="Read what the callback RunLedger has written. Each place is a run's folder, or the file."
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=CommandParser)
     diff = commands.add_parser("diff", help="the first step, and the first thing, in which two runs differ")

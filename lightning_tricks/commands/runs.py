@@ -140,8 +140,7 @@ def run(args: list[str]) -> None:
         UsageError: there is no such folder, or none of a run in it; an unknown column; a file cannot be written.
     """
     parser = CommandParser(
-        "runs",
-        description="A table of the runs below a folder, of this collection or of another Lightning project.",
+        "runs", description="A table of the runs below a folder, of this collection or of another Lightning project."
     )
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--sort", default="best_val_loss", metavar="COLUMN", help="default: %(default)s")

@@ -14,9 +14,7 @@ from lightning_tricks._trainer.run_facts import samples_in_words
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import Part
 
-_GO_ON = (
-    "resume from a checkpoint from before, or start anew, with a lower lr, with data.skip_samples, or a higher limit"
-)
+_GO_ON = "resume from an older checkpoint or start anew, with a lower lr, data.skip_samples or a higher limit"
 _MANY = 256  # steps that a run without logging keeps before it counts them
 
 

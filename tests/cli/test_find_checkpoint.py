@@ -191,8 +191,8 @@ def test_auto_starts_where_there_is_nothing_and_then_goes_on_by_the_same_command
     assert started_at(caplog) == 2
     for more in (["--resume=auto"], [f"--ckpt_path={sorted(CHECKPOINTS.glob('*step=4.ckpt'))[0]}"]):
         with pytest.warns(
-            match=r"^no step was left to train: \S+/checkpoints/\S+ is at step 4, and trainer.max_steps is 3: give a "
-            "larger one to go on, or --ckpt_path none for a new run$"
+            match=r"^no step was left to train: \S+/checkpoints/\S+ is at step 4: give a larger max_steps, "
+            "max_epochs or total_tokens to go on, or --ckpt_path none to start a new run$"
         ):
             fit(*more, steps=3)
     caplog.clear()

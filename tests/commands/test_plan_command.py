@@ -502,14 +502,14 @@ def test_other_devices_than_the_recipes_change_the_rows_of_a_step_and_the_option
         )
         return [line for line in plan.warnings if "rows" in line]
 
-    half = "0.5 times the recipe's rows a step, on 4 data ranks in place of 8: "
-    keep = "--trainer.devices 4 --trainer.accumulate_grad_batches 12"
+    half = "0.5 times the recipe's rows a step, on 4 devices in place of 8: "
+    keep = "--trainer.devices 4 --trainer.num_nodes 1 --trainer.accumulate_grad_batches 12"
     assert said({"devices": 8}, devices=4) == [f"{half}{keep} keep them"]
     assert said({"devices": 4, "accumulate_grad_batches": 12}) == []
     assert said({"devices": 8, "num_nodes": 1}, nodes=2)[0].endswith(
         ": --trainer.devices 8 --trainer.num_nodes 2 --trainer.accumulate_grad_batches 3 keep them"
     )
-    assert said({"devices": 8}, devices=5) == ["0.625 times the recipe's rows a step, on 5 data ranks in place of 8"]
+    assert said({"devices": 8}, devices=5) == ["0.625 times the recipe's rows a step, on 5 devices in place of 8"]
     assert said({"devices": "auto"}, devices=4) == []
 
 

@@ -164,7 +164,7 @@ def test_after_so_many_in_a_row_it_stops_and_names_them():
         UsageError,
         match=r"^StepGuard.max_skipped_steps=3: all steps from 2 to 5 were skipped, the last one for its loss not "
         r"finite and gradient norm not finite; batch 2 of epoch 0 to batch 5 of epoch 0\. The weights are those of "
-        r"step 2: resume from a checkpoint from before, or start anew, with a lower lr, ",
+        r"step 2: resume from an older checkpoint or start anew, with a lower lr, ",
     ):
         guarded(nan_at(*range(2, 99)), max_skipped_steps=3, log_every_n_steps=3)
 

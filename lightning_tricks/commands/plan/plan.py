@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -276,15 +275,14 @@ def warnings_of(plan: MemoryPlan) -> tuple[str, ...]:
             f"{plan.tokens / total:.1f} tokens a parameter: about {TOKENS_PER_PARAMETER} make the best of the same "
             "FLOPs, in a smaller model"
         )
-    with suppress(UsageError):  # the recipe's own mesh may not fit its own devices
-        own = read_setup(setup.module, setup.datamodule, setup.trainer, None, None, setup.on_gpu)
-        before, now = own.dims.data_ranks, setup.dims.data_ranks
-        batches, rest = divmod(setup.micro_batches * before, now)
-        if before != now and named_devices(setup.trainer):
-            nodes = f" --trainer.num_nodes {setup.nodes}" if setup.nodes != own.nodes else ""
-            same = f": --trainer.devices {setup.devices}{nodes} --trainer.accumulate_grad_batches {batches} keep them"
-            words = f"{now / before:g} times the recipe's rows a step, on {now} data ranks in place of {before}"
-            lines.append(f"{words}{'' if rest else same}")
+    recipes = (named_devices(setup.trainer) or setup.devices) * int(setup.trainer.get("num_nodes") or 1)
+    if setup.world != recipes:
+        batches, rest = divmod(setup.micro_batches * recipes, setup.world)
+        same = f"devices {setup.devices} --trainer.num_nodes {setup.nodes} --trainer.accumulate_grad_batches {batches}"
+        rows = (
+            f"{setup.world / recipes:g} times the recipe's rows a step, on {setup.world} devices in place of {recipes}"
+        )
+        lines.append(rows if rest else f"{rows}: --trainer.{same} keep them")
     return tuple(lines)
 
 
