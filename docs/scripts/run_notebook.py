@@ -31,6 +31,7 @@ def main() -> None:
     """Run all cells in their order; an error in one ends the script, and leaves the file as it was."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    os.environ["NO_COLOR"] = "1"  # a kernel asks for colors, with which curves are drawn in other characters
     NotebookClient(notebook, record_timing=False, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     notebook.metadata.language_info = {"name": "python"}  # without the version
     for cell in notebook.cells:
