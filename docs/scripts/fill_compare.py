@@ -15,7 +15,7 @@ def compare(result: dict[str, Any]) -> dict[str, str]:
     from benchmarks.compare_trials import table
 
     return {
-        "compare": _block("base", "lr3", columns=100),
+        "compare": _block("base", "lr3", columns=84),
         "single": _block("base/seed_0", "lr3/seed_0"),
         "seeds": _block("base/seed_0", "base/seed_1"),
         "trials": table(result),

@@ -361,7 +361,8 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--at",
         choices=[*AXES, "last", "best"],
-        help="where the verdict is; default: equal steps, or tokens where batches differ",
+        metavar="PLACE",
+        help=f"where the verdict is: {', '.join(AXES)}, last or best; default: equal steps, or tokens where batches differ",
     )
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"

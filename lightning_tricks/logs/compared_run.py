@@ -156,7 +156,7 @@ def axis_unit(name: str, largest: float) -> tuple[float, str]:
     """The unit of an axis for amounts up to the largest, as a part of the axis's own, and its name for people."""
     if name != "hours" or largest >= 0.1:
         return 1.0, axis_text(name)
-    return (1 / 60, "minutes") if largest >= 1 / 60 else (1 / 3600, "seconds")
+    return (1 / 60, "minutes") if largest >= 0.05 else (1 / 3600, "seconds")
 
 
 def is_seed(name: str) -> bool:

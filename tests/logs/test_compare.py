@@ -434,7 +434,7 @@ def test_short_times_are_in_minutes_or_seconds(tmp_path):
         return next(line for line in text(found, []).splitlines() if line.startswith("at "))[: len(f"at 40 {name}")]
 
     assert shown("hours", 3600) == "at 1 hours "
-    assert shown("minutes", 120) == "at 2 minutes "
+    assert shown("minutes", 240) == "at 4 minutes "
     assert shown("seconds", 40) == "at 40 seconds"
 
 
