@@ -362,7 +362,7 @@ def run(args: list[str]) -> None:
         "--at",
         choices=[*AXES, "last", "best"],
         metavar="PLACE",
-        help=f"where the verdict is: {', '.join(AXES)}, last or best; default: equal steps, or tokens where batches differ",
+        help=f"where the verdict is: {', '.join(AXES)}, last or best; default: steps, or tokens where batches differ",
     )
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"
