@@ -117,6 +117,11 @@ def next_version(logger: Any) -> int:
     return int(logger._get_next_version())
 
 
+def is_run_by_cli(trainer: Any) -> bool:
+    """Whether LightningCLI runs it, which saves the settings by a callback."""
+    return any(is_a(callback, "SaveConfigCallback") for callback in trainer.callbacks)
+
+
 def shows_hp_metric(logger: Any) -> bool:
     """Whether a TensorBoardLogger has written `hp_metric` beside the module's hyper-parameters (`log_hyperparams`)."""
     return bool(getattr(logger, "hparams", None) and getattr(logger, "_default_hp_metric", False))

@@ -120,7 +120,7 @@ class Report:
         """The number of each finding, and what is told of it, by name."""
         has_options = any(name.startswith("trainer.") for name in self.log.settings)  # a command line ran it
         for number, (finding, remedy) in enumerate(zip(self.found, told_once(self.found), strict=True), 1):
-            rows = [("evidence", finding.evidence), (f"cause ({finding.certainty})", finding.cause)]
+            rows = [("evidence", finding.evidence), (f"cause ({finding.status})", finding.cause)]
             yield number, finding, [*rows, ("remedy", remedy if has_options else in_words(remedy))]
 
     def text(self, columns: int = sys.maxsize) -> str:

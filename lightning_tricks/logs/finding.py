@@ -47,14 +47,9 @@ class Finding:
         """Severity times certainty, by which findings are ranked."""
         return SEVERITY[self.severity] * CERTAINTY[self.status]
 
-    @property
-    def certainty(self) -> str:
-        """The status in words: of several causes, the log shows none alone."""
-        return "one of several" if self.status == "established" and ", or " in self.cause else self.status
-
     def line(self) -> str:
         """Evidence, cause and remedy in one line."""
-        return f"{self.evidence}. Likely cause ({self.certainty}): {self.cause}. Remedy: {self.remedy}"
+        return f"{self.evidence}. Likely cause ({self.status}): {self.cause}. Remedy: {self.remedy}"
 
 
 HIGHEST_LR = 1.0  # of any usual optimizer: SGD's rates go up to 1, those of Adam and Muon to 0.1

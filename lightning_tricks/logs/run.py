@@ -22,6 +22,7 @@ _GOODPUT, _SECONDS, _MFU, _BATCH = "goodput/steps", "goodput/wall_seconds", "thr
 _WANTED = frozenset({BITS, _GOODPUT, _SECONDS, _MFU, _BATCH, *ROLES["val_loss"], *ROLES["loss"]})
 _OF_A_SOURCE = re.compile(r"sources/(.+)/(val_loss|bits_per_byte)")
 ACTIVE_SECONDS = 600.0  # since the last write to a log, after which a run that has not ended counts as stopped
+_DIVERGED = 1.5  # times the first training loss, of the last three: no noise of batches is as large
 _SETTINGS = ("config.yaml", "hparams.yaml")
 # Settings that name the run or its place, or are options of `validate`, and not how it trains.
 _NO_SETTINGS = re.compile(
@@ -235,7 +236,7 @@ def _state(folder: Path, scalars: Scalars, losses: Sequence[str], steps: int | N
     series = [list(found.values()) for name in losses if (found := scalars.series(name))]
     if any(not math.isfinite(values[-1]) for values in series):
         return "failed"
-    if any(min(values[-3:]) > 1.5 * abs(values[0]) for values in series):
+    if any(min(values[-3:]) > _DIVERGED * abs(values[0]) for values in series):
         return "diverged"
     planned = _at(document, "trainer", "max_steps")
     if scalars.facts.ended or (isinstance(planned, int) and 0 < planned <= steps):

@@ -132,7 +132,7 @@ def clip(log: RunLog) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-QUIET = 0.06  # noise of a norm over the norm: 0.03 to 0.05 where gradients added up, 0.07 and more in healthy runs
+QUIET = 0.06  # noise of a norm over the norm: 0.03 to 0.05 where gradients added up, 0.058 and more in healthy runs
 SUM_GROWTH = 3.0  # times from the second tenth of a run to its last, and more in each tenth than in that before
 SUM_LEVEL = 3.0  # times the norm of the first steps, from the first tenth on
 KEPT_RATIO = 1.6  # norm over clip at most, and 1 at least, in each tenth of a run: what was clipped, and a gradient

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_tricks._trainer.lightning import Module, Trainer, WarnOnce, pl
 from lightning_tricks._trainer.loop import is_accumulating, logging_step
+from lightning_tricks._trainer.objects import is_run_by_cli
 from lightning_tricks.logs.finding import MIN_POINTS, Finding, in_words
 from lightning_tricks.logs.loss_symptoms import RESTORE_POINTS
 from lightning_tricks.logs.run_log import RunLog, Series
@@ -22,7 +23,6 @@ from lightning_tricks.logs.symptoms import findings
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.row import Row
 from lightning_tricks.metrics.step_loss import LOGGED, LOSS
-from lightning_tricks.monitors.tensorboard_dashboard import recipe_of
 
 __all__ = ["DoctorMonitor"]
 
@@ -261,7 +261,7 @@ class DoctorMonitor(pl.Callback):
         if not self._trainer.is_global_zero:
             return
         self.found = [finding for finding in findings(self._log()) if finding.severity != "note"]
-        if recipe_of(self._trainer) is None:  # a script has no options of a command line
+        if not is_run_by_cli(self._trainer):  # a script has no options of a command line
             self.found = [replace(finding, remedy=in_words(finding.remedy)) for finding in self.found]
         for finding in self.found:
             self._warn_once(finding.symptom, f"DoctorMonitor: {finding.symptom}: {finding.line()}")

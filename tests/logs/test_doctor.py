@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,11 +205,3 @@ def test_every_section_is_one_of_the_playbook_and_every_symptom_is_one_of_the_ru
     assert {section for *_, section in CHECKS} <= set(headings)
     rules = "".join(path.read_text() for path in (root / "lightning_tricks/logs").glob("*symptoms.py"))
     assert [name for check in CHECKS for name in check[3].split() if f'"{name}"' not in rules] == []
-
-
-def test_of_several_causes_none_is_called_established():
-    finding = Finding("a", "error", "established", "", "the clip is low, or the data are broken", "")
-    assert finding.certainty == "one of several"
-    assert "Likely cause (one of several): the clip" in finding.line()
-    assert replace(finding, status="hypothesis").certainty == "hypothesis"
-    assert replace(finding, cause="zero or next to it").certainty == "established"

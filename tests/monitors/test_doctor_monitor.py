@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
@@ -69,6 +70,15 @@ def test_a_rate_of_zero_is_found_by_the_rate_that_is_recorded():
     lines, _ = trained(DoctorMonitor(), None, LRMonitor(), model=frozen)
     assert "plateau" in lines[0]
     assert "established" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "option"), [([], "lr"), ([type("SaveConfigCallback", (pl.Callback,), {})()], "--model.optimizer.lr")]
+)
+def test_a_remedy_names_options_where_the_command_line_runs_it_and_settings_in_a_script(callbacks, option):
+    frozen = Small(loss=loss_at(lambda step: 6.0), logs=True, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    lines, _ = trained(DoctorMonitor(), None, LRMonitor(), *callbacks, model=frozen)
+    assert f"Remedy: {option} 3e-4" in lines[0]
 
 
 def test_validations_are_looked_at_in_the_module_that_logs_them_itself():
