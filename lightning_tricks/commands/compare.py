@@ -132,7 +132,7 @@ def _of_single_runs(found: Comparison, number: int, where: str) -> str:
     difference, a, b = found.row.difference(number), found.groups[0].letter, found.groups[number].letter
     kind = "lower" if difference < 0 else "higher"
     which = f"{kind} than {a} by {abs(difference):.4f}" if difference else f"equal to {a}"
-    same, count = found.points_beside(number, difference)
+    same, count = found.points_with_sign(number, difference)
     words = f", and {kind if difference else 'equal'} at {same} of {count} points" if count else ""
     return f"{b} is {which} {where}{words} (one seed each: no statement of significance)"
 

@@ -210,8 +210,8 @@ class Comparison:
                 found[short] = [", ".join(dict.fromkeys(of_group)) for of_group in texts]
         return found
 
-    def points_beside(self, number: int, difference: float) -> tuple[int, int]:
-        """At how many points of the first runs of a group and of A the difference has this sign; and of how many."""
+    def points_with_sign(self, number: int, difference: float) -> tuple[int, int]:
+        """At how many points the first runs of a group and of A differ with this sign, and the number of points."""
         one, other = (self.outcomes[self.groups[each].runs[0].name] for each in (0, number))
         _, a, b = np.intersect1d(one.steps, other.steps, return_indices=True)
         return int((np.sign(other.values[b] - one.values[a]) == np.sign(difference)).sum()), len(a)
