@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -16,10 +17,36 @@ from torch.optim import optimizer as torch_optimizer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
 
-CHUNK = 1 << 24  # elements rounded at once: 128 MiB for their random bits and the rounded values
+CHUNK = 1 << 24  # elements rounded at once: 192 MiB for their random bits and the rounded values, where not compiled
+_MIX = (-0x7A143595, -0x3D4D51CB)  # 0x85EBCA6B and 0xC2B2AE35, as int32
 
 
-def round_to_bf16(source: Tensor, generator: torch.Generator) -> Tensor:
+def random_bits(like: Tensor, seed: Tensor) -> Tensor:
+    """A random integer from 0 to 65,535 for each element: its number in the tensor plus the seed, mixed.
+
+    A function of the two alone, on every device: no generator is needed, and nothing moves the model's random state.
+
+    Args:
+        like: of the shape and the device; fewer than 2^31 elements.
+        seed: of `seed_on`. Sums wrap around, so that streams of two seeds are parts of one, 2^32 long.
+
+    Returns:
+        int32, shape of `like`.
+
+    Source: the finalizer of MurmurHash3, https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp.
+    """
+    bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(seed).view(like.shape)
+    for shift, factor in zip((16, 13), _MIX, strict=True):  # a shift of int32 keeps the sign, which the mask removes
+        bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    return bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def seed_on(device: torch.device, seed: int) -> Tensor:
+    """The lower 32 bits of a seed as an int32 scalar, filled on the device: a copy from the host would wait."""
+    return torch.full((), (seed + (1 << 31)) % (1 << 32) - (1 << 31), dtype=torch.int32, device=device)
+
+
+def round_to_bf16(source: Tensor, seed: Tensor) -> Tensor:
     """The bf16 neighbour above or below each value, the nearer one more often: the mean of many roundings is the value.
 
     bf16 is the upper half of fp32's bits, so a random 16-bit integer added to the lower half carries into the upper
@@ -28,31 +55,57 @@ def round_to_bf16(source: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         source: fp32, any shape.
-        generator: on the device of `source`; the random state of the model is not touched.
+        seed: as in `random_bits`.
 
     Returns:
         bf16, shape of `source`.
 
     Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192.
     """
-    bits = torch.empty_like(source, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
-    bits.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    bits = random_bits(source, seed).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
     # with a carry, a NaN's bits may come out as any number
     return torch.where(source.isfinite(), bits.view(torch.float32), source).bfloat16()
 
 
-def copy_rounded_(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+def _write_rounded(target: Tensor, source: Tensor, seed: Tensor) -> None:
+    target.copy_(round_to_bf16(source, seed))
+
+
+@functools.cache
+def _write_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """`_write_rounded`, on CUDA as one kernel that reads 4 bytes an element and writes 2: the eager ones move 150."""
+    if device.type != "cuda":
+        return _write_rounded
+    compiled = torch.compile(_write_rounded, dynamic=True)
+    try:
+        compiled(torch.empty(3, dtype=bfloat16, device=device), torch.zeros(3, device=device), seed_on(device, 0))
+    except Exception as error:  # no Triton, no C compiler, ...: a faster step is not worth the run
+        warnings.warn(
+            f"BF16True: torch.compile fails here, so the weights are rounded by slower kernels: {error}", stacklevel=2
+        )
+        return _write_rounded
+    return compiled
+
+
+def copy_rounded_(target: Tensor, source: Tensor, seed: int) -> None:
     """Write `source` (fp32) into `target` (bf16, same shape) by `round_to_bf16`, with little memory beside them."""
-    if target.is_contiguous() and source.is_contiguous():
-        pieces = zip(target.view(-1).split(CHUNK), source.view(-1).split(CHUNK), strict=True)
-    else:
-        pieces = zip([target], [source], strict=True)
-    for to, value in pieces:
-        to.copy_(round_to_bf16(value, generator))
+    if not (target.is_contiguous() and source.is_contiguous()):
+        _write_rounded(target, source, seed_on(target.device, seed))
+        return
+    write = _write_on(target.device)
+    flat = [x.view(-1) if write is _write_rounded else _plain(x) for x in (target, source)]
+    for number, pieces in enumerate(zip(*(x.split(CHUNK) for x in flat), strict=True)):
+        write(*pieces, seed_on(target.device, seed + number * CHUNK))
+    torch.autograd.graph.increment_version(target)  # whoever keeps something that was computed from it can see
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same numbers in one dimension, but no view of a parameter, for each shape of which torch would compile."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
-    """A seed for one parameter at one step: equal on ranks that hold the same shard of it, different on the others.
+    """A seed for one parameter at one step, of 32 bits: equal on ranks with the same shard, different on others.
 
     Args:
         seed: of the run; equal on all ranks.
@@ -131,7 +184,6 @@ class BF16Step:
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         self._per_parameter = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
-        self._generators: dict[torch.device, torch.Generator] = {}
         self._replaced = vars(optimizer).get("step")  # of a scheduler or a user; None for the class's own method
         self._step: Callable[..., Any] = optimizer.step
         self._wrapped = MethodType(self._wrapper(), optimizer)
@@ -232,14 +284,9 @@ class BF16Step:
 
     def _round_back(self, item: _Copy) -> None:
         """Round a copy into its parameter, which takes over its state."""
-        copy_rounded_(local(item.param), local(item.copy.detach()), self._generator(item))
+        seed = rounding_seed(self.seed, self.steps, item.position, item.param)
+        copy_rounded_(local(item.param), local(item.copy), seed)
         self._move_state(item.copy, item.param, self.optimizer.state.get(item.copy))
-
-    def _generator(self, item: _Copy) -> torch.Generator:
-        device = local(item.param).device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device].manual_seed(rounding_seed(self.seed, self.steps, item.position, item.param))
 
     def _move_state(self, old: Tensor, new: Tensor, state: dict[str, Any] | None) -> None:
         self.optimizer.state.pop(old, None)

@@ -54,8 +54,8 @@ class BF16True(AutocastPrecision):
     Bytes a parameter with AdamW (weight, gradient, two averages): 2 + 2 + 8 = 12. In addition, 256 MiB or the largest
     parameter's copies during a step.
 
-    The rounding has random generators of its own, so the model's random state is that of a run without the plugin.
-    Replicas round alike. Seed and number of steps are in the checkpoint: a resumed run rounds as the uninterrupted one.
+    The rounding draws from no generator, so the model's random state is that of a run without the plugin. Replicas
+    round alike. Seed and number of steps are in the checkpoint: a resumed run rounds as the uninterrupted one.
 
     Attributes:
         fsdp2_policy: for a module that shards itself: `fully_shard(block, mp_policy=plugin.fsdp2_policy)`.

@@ -8,11 +8,12 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.optim import bf16_step
-from lightning_tricks.optim.bf16_step import BF16Step, copy_rounded_, round_to_bf16, rounding_seed
+from lightning_tricks.optim.bf16_step import BF16Step, copy_rounded_, random_bits, round_to_bf16, rounding_seed, seed_on
 
 BF16 = torch.bfloat16
 SPACING = 2.0**-7  # of bf16 numbers just above 1
@@ -56,8 +57,8 @@ class ForeignSGD(torch.optim.SGD):
 # rounding
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def seeded(seed=0):
+    return seed_on(torch.device("cpu"), seed)
 
 
 def from_bits(*bits):
@@ -66,7 +67,7 @@ def from_bits(*bits):
 
 def test_every_bf16_number_stays_what_it_is():
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    rounded = round_to_bf16(every.float(), generator())
+    rounded = round_to_bf16(every.float(), seeded())
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded.isnan(), every.isnan())
     numbers = ~every.isnan()
@@ -78,7 +79,7 @@ def test_every_bf16_number_stays_what_it_is():
 def test_a_value_between_two_goes_up_as_often_as_it_is_near_the_upper(low, high, share):
     n = 200_000
     value = low + share * (high - low)
-    rounded = round_to_bf16(torch.full((n,), value), generator()).double()
+    rounded = round_to_bf16(torch.full((n,), value), seeded()).double()
     exact = torch.full((n,), value).double()[0].item()
     up = (exact - low) / (high - low)
     assert set(rounded.unique().tolist()) == {low, high}
@@ -89,9 +90,9 @@ def test_a_value_between_two_goes_up_as_often_as_it_is_near_the_upper(low, high,
 def test_nan_of_any_bits_stays_nan_and_infinity_infinity():
     odd = from_bits(0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, 0xFF80FFFF - (1 << 32))
     for seed in range(100):
-        assert round_to_bf16(odd, generator(seed)).isnan().all()
+        assert round_to_bf16(odd, seeded(seed)).isnan().all()
         infinite = torch.tensor([float("inf"), -float("inf")])
-        assert torch.equal(round_to_bf16(infinite, generator(seed)), infinite.bfloat16())
+        assert torch.equal(round_to_bf16(infinite, seeded(seed)), infinite.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3)])
@@ -99,8 +100,70 @@ def test_writes_in_place_piece_by_piece(monkeypatch, shape):
     monkeypatch.setattr(bf16_step, "CHUNK", 4)
     source = torch.ones(shape) + 2**-8
     target = torch.zeros(shape, dtype=torch.bfloat16)
-    copy_rounded_(target, source, generator())
-    assert ((target == 1) | (target == 1 + 2**-7)).all()
+    copy_rounded_(target, source, 0)
+    assert torch.equal(target, round_to_bf16(source, seeded()))
+
+
+@pytest.mark.parametrize("seed", [0, -(1 << 31), (1 << 31) - 5])
+def test_the_random_bits_are_those_of_murmurhash3(seed):
+    expected = []
+    for place in range(9):
+        x = (place + seed) % 2**32
+        x = ((x ^ x >> 16) * 0x85EBCA6B) % 2**32
+        x = ((x ^ x >> 13) * 0xC2B2AE35) % 2**32
+        expected.append(x >> 16)
+    assert random_bits(torch.empty(3, 3), seeded(seed)).flatten().tolist() == expected
+
+
+def test_the_random_bits_are_even_and_neighbours_do_not_follow_one_another():
+    n = 1 << 18
+    bits = random_bits(torch.empty(n), seeded(11)).double() / 65535 - 0.5
+    assert abs(bits.mean()) < 4 * (1 / 12 / n) ** 0.5
+    for lag in (1, 2, 3, 16, 256, 4096):
+        assert abs((bits[lag:] * bits[:-lag]).mean()) * 12 < 4 / n**0.5, lag
+    other = random_bits(torch.empty(n), seeded(12345)).double() / 65535 - 0.5
+    assert abs((bits * other).mean()) * 12 < 4 / n**0.5
+
+
+@pytest.mark.long  # starts a C compiler
+@pytest.mark.parametrize("shape", [(7,), (33, 20), (1,)])
+def test_compiled_it_rounds_to_the_same_values(shape):
+    source, seed = torch.randn(shape, generator=torch.Generator().manual_seed(1)), seeded((1 << 31) - 3)
+    target = torch.zeros(shape, dtype=BF16)
+    torch.compile(bf16_step._write_rounded, dynamic=True)(target, source, seed)
+    assert torch.equal(target, round_to_bf16(source, seed))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (9,), (3, 5), (2, 3, 4)])
+def test_where_it_compiles_pieces_are_no_views_and_the_change_shows_on_the_weight(monkeypatch, shape):
+    seen = []
+
+    def write(target, source, seed):
+        seen.append(target)
+        bf16_step._write_rounded(target, source, seed)
+
+    source, target, expected = torch.randn(shape), torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16)
+    copy_rounded_(expected, source, 7)
+    monkeypatch.setattr(bf16_step, "_write_on", lambda device: write)
+    monkeypatch.setattr(bf16_step, "CHUNK", 4)
+    version = target._version
+    copy_rounded_(target, source, 7)
+    assert torch.equal(target, expected)
+    assert all(piece.dim() == 1 and piece.numel() <= 4 for piece in seen)
+    assert target._version > version
+
+
+def test_where_compiling_fails_it_says_so_and_goes_on(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
+    write_on = bf16_step._write_on.__wrapped__
+    with (
+        pytest.warns(UserWarning, match=r"^BF16True: torch.compile fails here, .* no C compiler$"),
+        FakeTensorMode(),  # tensors on a GPU that is not there
+    ):
+        assert write_on(torch.device("cuda")) is bf16_step._write_rounded
 
 
 def test_each_run_step_and_parameter_has_its_own_seed():
