@@ -1,6 +1,6 @@
 """What was tried to make parts of the decoder faster on a CPU: each beside the form that it would replace.
 
-    python -m benchmarks.decoder_parts                # 2 minutes on a quiet machine
+    python -m benchmarks.decoder_parts                # 4 minutes on a quiet machine
     python -m benchmarks.decoder_parts norm head      # some of them
 
 Forward and backward pass in fp32 at the sizes `5M` and `30M` of `benchmarks.peers`, one thread, CPU time. Both forms
@@ -9,6 +9,7 @@ it.
 """
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from benchmarks import machine
 from benchmarks.data_speed import in_turns, ratio
 from benchmarks.peers import SIZES, llama
 from lightning_tricks.models.attention import RMSNorm, RotaryPositions, rotate
+from lightning_tricks.models.decoder import Block
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -52,6 +54,12 @@ def gradients(function: Callable[..., Any], *inputs: Tensor) -> Act:
     out = function(*inputs)
     grads = [torch.randn_like(each) for each in (out if isinstance(out, tuple) else (out,))]
     return lambda: torch.autograd.grad(function(*inputs), inputs, grads)
+
+
+def later(make: Callable[[], Act]) -> Act:
+    """A call that is made when it is first needed: to compile takes long."""
+    once = functools.cache(make)
+    return lambda: once()()
 
 
 def drawn(*shape: int) -> Tensor:
@@ -204,6 +212,18 @@ def trials(size_name: str) -> Iterator[tuple[str, Trial]]:
             False,
         ),
     )
+
+    def block(fused: bool, compiled: bool) -> Act:
+        made = Block(shape)
+        made.fused = fused
+        if compiled:
+            made.compile()
+        tables = RotaryPositions(width // heads, length, 1e4)(length, torch.float32)
+        return gradients(lambda x, *_: made(x, tables, None), x, *made.parameters())
+
+    for how, compiled in (("eager", False), ("compiled", True)):
+        single, fused = (later(functools.partial(block, each, compiled)) for each in (False, True))
+        yield f"fused_block_{how}", Trial(f"a block with `fused_projections`, {how}", single, fused, True)
     a, b = drawn(rows, length, hidden), drawn(rows, length, hidden)
     yield (
         "swiglu",

@@ -84,10 +84,13 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
         emulate: whether fp8 products are emulated, as a device without them needs.
     """
     fp8 = {"base": base, "convert_small": dry, "emulate": emulate}
+    fused = ("--model.init_args.fused_projections", "true")
     return {
         "ours": (),
+        "ours_fused": fused,
         "ours_bf16": plugin("BF16True"),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
+        "fp8_fused": (*plugin("Float8", recipe="tensorwise", **fp8), *fused),
         "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),
         # one device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard
         "one_device": ("--trainer.strategy", "auto"),

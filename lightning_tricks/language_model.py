@@ -79,6 +79,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
             None is `none`.
         compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU only.
+        fused_projections: Train with one product for queries, keys and values, and one for gate and up.
         **kwargs: The arguments of `OptimizerMixin`.
 
     Raises:
@@ -89,6 +90,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     base_config: DecoderConfig
     activation_checkpointing: Mode
     compile_blocks: bool | Literal["auto"]
+    fused_projections: bool
     decoder: Decoder | None
     _metric_buffer: MetricBuffer | None = None  # of the fit
     _pipeline: Any = None  # of FSDP2Strategy with stages
@@ -103,6 +105,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             decoder: DecoderConfig,
             activation_checkpointing: Mode | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
+            fused_projections: bool = False,
             *,
             optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = ...,
             schedule: Schedule | None = ...,
@@ -120,6 +123,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             decoder: DecoderConfig,
             activation_checkpointing: Mode | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
+            fused_projections: bool = False,
             **kwargs: Any,
         ) -> None:
             super().__init__(**kwargs)
@@ -128,7 +132,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.activation_checkpointing = check_mode(activation_checkpointing)
             if compile_blocks not in (True, False, "auto"):
                 raise UsageError(f"compile_blocks={compile_blocks!r}: give true, false or auto")
-            self.compile_blocks = compile_blocks
+            self.compile_blocks, self.fused_projections = compile_blocks, fused_projections
             self.decoder = None
             self.token_loss, self.bits_per_byte, self._of_sources = TokenLoss(), BitsPerByte(), {}
 
@@ -172,6 +176,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         if not all(param.requires_grad for param in products):
             self.flops_per_token = None  # type: ignore[assignment]  # MFUMonitor counts: the formula trains all products
         decoder.set_activation_checkpointing(self.activation_checkpointing)
+        decoder.fuse_projections(self.fused_projections)
         plugin: Any = strategy.precision_plugin if strategy is not None else None
         if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
             plugin.convert_before_sharding(decoder)
@@ -316,7 +321,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     def flops_per_token(self, seq_len: int, attention: Attention) -> tuple[int, int]:
         """FLOPs of one token's forward and backward pass, and the FLOPs that activation checkpointing adds."""
-        again = recompute_flops_per_token(self.config, seq_len, attention, self.activation_checkpointing)
+        how: Any = self.activation_checkpointing, self.fused_projections
+        again = recompute_flops_per_token(self.config, seq_len, attention, *how)
         return training_flops_per_token(self.config, seq_len, attention), again
 
     def forward(

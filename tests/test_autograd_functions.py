@@ -16,6 +16,7 @@ import lightning_tricks
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
+from lightning_tricks.models.fused_linear import _Product
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
 from lightning_tricks.models.moe import _Dispatch
 from lightning_tricks.parallel.experts import Permute, _Send
@@ -37,6 +38,10 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
     ),
     _LinearCrossEntropy: (
         lambda x, weight: linear_cross_entropy(x, weight, LABELS), [numbers(3, 4), numbers(5, 4)], False
+    ),
+    _Product: (
+        lambda x, *parameters: _Product.apply(x, 2, *parameters),
+        [numbers(*shape, **DOUBLE) for shape in ((2, 3, 4), (3, 4), (2, 4), (3,), (2,))], True,
     ),
     _Dispatch: (lambda x: _Dispatch.apply(x, ORDER, ORDER.argsort(), 2), [numbers(2, 3, **DOUBLE)], True),
     Permute: (lambda x: Permute.apply(x, ORDER, ORDER.argsort()), [numbers(4, 3, **DOUBLE)], True),

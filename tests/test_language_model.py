@@ -16,6 +16,7 @@ from harness.runs import trainer_with
 from torch.utils.data import DataLoader
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.accounting import recompute_flops_per_token
 from lightning_tricks.accounting.flop_counting import count_flops
 from lightning_tricks.callbacks import StepGuard
 from lightning_tricks.language_model import LanguageModel
@@ -175,9 +176,12 @@ def test_checkpointing_and_compiling_leave_the_step_as_it_was(mode, monkeypatch)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
     compiled: list[torch.nn.Module] = []
     _, expected = plain_step(ragged(4))
-    model = make(activation_checkpointing=mode, compile_blocks=True)
+    model = make(activation_checkpointing=mode, compile_blocks=True, fused_projections=mode == "selective")
     fit(model, split(ragged(4), 4))
     assert compiled == list(model.decoder.blocks)
+    assert {block.fused for block in model.decoder.blocks} == {mode == "selective"}
+    again = recompute_flops_per_token(model.config, 8, "full", mode, fused=mode == "selective")
+    assert model.flops_per_token(8, "full")[1] == again
     torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
 
 

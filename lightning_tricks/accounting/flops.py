@@ -148,7 +148,11 @@ def training_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atten
 
 
 def recompute_flops_per_token(
-    shape: DecoderShape, seq_len: int, attention: Attention, activation_checkpointing: Checkpointing
+    shape: DecoderShape,
+    seq_len: int,
+    attention: Attention,
+    activation_checkpointing: Checkpointing,
+    fused: bool = False,
 ) -> int:
     """FLOPs for one token that activation checkpointing of our decoder adds to `training_flops_per_token`.
 
@@ -163,6 +167,7 @@ def recompute_flops_per_token(
         seq_len: as in `training_flops_per_token`.
         attention: as in `training_flops_per_token`.
         activation_checkpointing: `none`, `cheap`, `selective` or `full`, as in `LanguageModel`.
+        fused: as `fused_projections` there; `selective` then repeats `o`, `gate` and `up`, and of experts `up`.
 
     Raises:
         UsageError: another mode; see also `attention_flops_per_token`.
@@ -181,5 +186,8 @@ def recompute_flops_per_token(
     if activation_checkpointing == "full":  # all but an MLP's down; the router's gradient reads that of experts
         repeated += (_mlp_matrices(shape) - 1) * gates + _mlp_matrices(shape) * of_experts
         return 2 * repeated + forward_attention
+    if fused:
+        repeated = shape.n_layers * shape.d_model * shape.n_heads * shape.head_dim
+        return 2 * (repeated + (_mlp_matrices(shape) - 1) * gates + (_mlp_matrices(shape) - 2) * of_experts)
     # k and o are half of the projections' weights; a gated MLP repeats one of gate and up, any other keeps up
     return 2 * (repeated // 2 + (_mlp_matrices(shape) - 2) * (gates + of_experts))

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_tricks.models.decoder_config import DecoderConfig
 from lightning_tricks.models.documents import Documents, Mask, varlen
+from lightning_tricks.models.fused_linear import Fused, multiply
 from lightning_tricks.parallel.context import ContextParallel, Method
 
 OWN_NORM_FROM = 2**16  # numbers: below, torch's own form is faster
@@ -346,8 +347,8 @@ def max_logit(q: Tensor, k: Tensor, mask: Mask | None = None, scale: float | Non
 class Attention(nn.Module):
     """Multi-head attention, optionally with grouped keys and values, rotary positions and normalised queries.
 
-    Queries, keys and values have a matrix each: Muon treats them as three, tensor parallelism splits each by heads,
-    and one matrix for all three was no faster (3 % slower on a CPU at d_model 256 and 2048 tokens).
+    Queries, keys and values have a matrix each: Muon treats them as three, and tensor parallelism splits each by heads.
+    `forward` may multiply with all three at once.
 
     Args:
         config: of the decoder.
@@ -376,7 +377,9 @@ class Attention(nn.Module):
             RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity() for width in widths
         )
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None, fused: Fused = None
+    ) -> Tensor:
         """Map (batch, length, d_model) to the same shape.
 
         Args:
@@ -384,9 +387,13 @@ class Attention(nn.Module):
             rope: tables of `RotaryPositions` for these positions; None: the embedding has added the positions.
             mask: from `document_mask` or `packed_documents`, or None; with a `context` from `part_mask`.
             cache: keys and values of the tokens before these, to which theirs are added; without a mask.
+            fused: of `multiply`, for `q`, `k` and `v`.
         """
-        q, k = self._queries_and_keys(x, rope)
-        v = self._heads(self.v(x)).transpose(1, 2)
+        q, k, v = multiply(x, (self.q, self.k, self.v), fused)
+        if rope is not None and isinstance(self.q_norm, nn.Identity):
+            v = v.contiguous()  # a fused product would be kept whole for its part
+        q, k = self._queries_and_keys(q, k, rope)
+        v = self._heads(v).transpose(1, 2)
         if self.context is not None:
             assert not isinstance(mask, Documents)  # the ranks have parts of documents
             heads = attention_of_parts(self.context, q, k, v, mask, self.scale)
@@ -398,7 +405,7 @@ class Attention(nn.Module):
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """`max_logit` of the queries and keys of `forward`, a scalar; arguments as there."""
-        q, k = self._queries_and_keys(x, rope)
+        q, k = self._queries_and_keys(self.q(x), self.k(x), rope)
         if self.context is None:
             return max_logit(q, k, mask, self.scale)
         if self.context.method == "ulysses":
@@ -425,12 +432,12 @@ class Attention(nn.Module):
         repeated = keys if keys // self.head_dim % ranks == 0 else queries  # see `attention_of_parts`
         return 2 * queries + 2 * repeated
 
-    def _queries_and_keys(self, x: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+    def _queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         # normalised while a token's heads are side by side: a norm would copy them otherwise
         if self.norms_all_heads:
-            q, k = (self._heads(norm(part(x))) for norm, part in ((self.q_norm, self.q), (self.k_norm, self.k)))
+            q, k = self._heads(self.q_norm(q)), self._heads(self.k_norm(k))
         else:
-            q, k = (norm(self._heads(part(x))) for norm, part in ((self.q_norm, self.q), (self.k_norm, self.k)))
+            q, k = self.q_norm(self._heads(q)), self.k_norm(self._heads(k))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         return (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
 

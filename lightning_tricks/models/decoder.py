@@ -22,9 +22,10 @@ from lightning_tricks.models.attention import (
 )
 from lightning_tricks.models.decoder_config import DecoderConfig, Llama
 from lightning_tricks.models.documents import Mask, packed_documents
+from lightning_tricks.models.fused_linear import Fused, can_multiply_together, multiply
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.models.moe import Experts, Mixture, Router, count_in_backward
-from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed
+from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed, mode_of
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
@@ -45,10 +46,11 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.d_model, width, bias=config.bias)
         self.down = nn.Linear(width, config.d_model, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., d_model) to the same shape."""
+    def forward(self, x: Tensor, fused: Fused = None) -> Tensor:
+        """Map (..., d_model) to the same shape; `fused` is of `multiply`, for `gate` and `up`."""
         if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            gate, up = multiply(x, (self.gate, self.up), fused)
+            return self.down(F.silu(gate) * up)
         if self.activation == "gelu":
             return self.down(F.gelu(self.up(x), approximate="tanh"))
         return self.down(F.relu(self.up(x)).square())
@@ -68,16 +70,31 @@ class Block(nn.Module):
         self.mlp_norm = block_norm(config)
         self.mlp: MLP | Mixture
         self.checkpointing: Mode = "none"
-        self.n_linears: int | None
-        self.router_linear: int | None = None
+        self.fused = False
         if isinstance(config, Llama) and config.n_experts is not None and number >= config.dense_layers:
             shared = MLP(config, config.n_shared_experts * config.expert_width) if config.n_shared_experts else None
             self.mlp = Mixture(config, shared)
-            # the router comes after attention's four; without a shared expert, the last linear layer is the router
-            self.router_linear, self.n_linears = 5, None if shared is None else 8
         else:
             self.mlp = MLP(config)
-            self.n_linears = sum(isinstance(module, nn.Linear) for module in self.modules())
+
+    def linear_numbers(self) -> dict[str, Any]:
+        """For `checkpointed`. The router comes after attention, and is the last one without a shared expert."""
+        (attention, gated), mlp = self._fused(), self._own_mlp()
+        before = 2 if attention else 4
+        router = before + 1 if isinstance(self.mlp, Mixture) else None
+        linears = None if mlp is None else (router or before) + len(mlp._modules) - bool(gated)
+        return {"linears": linears, "router": router, "fused": bool(attention)}
+
+    def _own_mlp(self) -> MLP | None:
+        return cast(MLP | None, self.mlp.shared) if isinstance(self.mlp, Mixture) else self.mlp
+
+    def _fused(self) -> tuple[Fused, Fused]:
+        """Of q, k and v, and of gate and up; in training alone, as a step of `generate` would copy all weights."""
+        if not (self.fused and torch.is_grad_enabled()):
+            return None, None
+        attn, mlp, fused = self.attn, self._own_mlp(), cast(Fused, "once" if mode_of(self) == "none" else "run again")
+        gated = mlp is not None and mlp.activation == "swiglu" and can_multiply_together((mlp.gate, mlp.up))
+        return fused if can_multiply_together((attn.q, attn.k, attn.v)) else None, fused if gated else None
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
         """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`.
@@ -88,8 +105,8 @@ class Block(nn.Module):
         if cache is not None:
             return self._layer(x, rope, mask, cache)
         # Inside forward: FSDP2 and torch.compile then treat the checkpoint as a part of the block.
-        own = {"linears": self.n_linears, "router": self.router_linear}
-        return checkpointed(self.checkpointing, self._layer, x, rope, mask, **own)
+        args = self._layer, x, rope, mask, None, *self._fused()
+        return checkpointed(self.checkpointing, *args, **self.linear_numbers())
 
     def max_attention_logit(self, x: Tensor, rope: Rope | None, mask: Mask | None) -> Tensor:
         """The largest attention logit for the arguments of `forward`, a scalar: queries and keys are computed again."""
@@ -97,10 +114,10 @@ class Block(nn.Module):
         gather_rows = getattr(self.attn, "gather_rows", None)  # of tensor ranks, in the hooks of a call otherwise
         return self.attn.max_attention_logit(x if gather_rows is None else gather_rows(x), rope, mask)
 
-    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
+    def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None, *fused: Fused) -> Any:
         dtype = matmul_dtype(x)
-        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache)
-        found = self.mlp(self.mlp_norm(x).to(dtype))
+        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache, *fused[:1])
+        found = self.mlp(self.mlp_norm(x).to(dtype), *fused[1:])
         return x + found if isinstance(found, Tensor) else (x + found[0], *found[1:])
 
 
@@ -291,6 +308,11 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile()
         self.head.compiled = True
+
+    def fuse_projections(self, fused: bool = True) -> None:
+        """Train with one product for queries, keys and values of a block, and one for gate and up; names stay."""
+        for block in self.blocks:
+            cast(Block, block).fused = fused
 
     def features(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._core.tensors import autocasts, local
 from lightning_tricks.models.decoder_config import Llama
+from lightning_tricks.models.fused_linear import Fused
 from lightning_tricks.parallel.experts import ExpertExchange, Permute
 from lightning_tricks.parallel.grouped_product import grouped_product
 
@@ -126,8 +127,8 @@ class Mixture(nn.Module):
         self.shared = shared
         self.exchange: ExpertExchange | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (batch, length, d_model) to the same shape, with a loss and the loads of the experts.
+    def forward(self, x: Tensor, fused: Fused = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (batch, length, d_model) to the same shape, with a loss and the loads; `fused` is that of `shared`.
 
         Returns:
             the outputs; the loss in nats, summed over tokens, which adds to the cross-entropy (0 in evaluation); the
@@ -148,7 +149,7 @@ class Mixture(nn.Module):
         rows = Permute.apply(rows, inverse, order).unflatten(0, (-1, copies))
         out = (rows * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
         if self.shared is not None:
-            out = out + self.shared(flat)
+            out = out + self.shared(flat, fused)
         return out.view_as(x), loss, _loads(logits, scores, ends)
 
     def sent_between_expert_ranks(self) -> int:

@@ -51,9 +51,7 @@ def check_mode(mode: Mode | None) -> Mode:
     return mode or "none"
 
 
-def checkpointed(
-    mode: Mode, function: Callable[..., Any], *args: Any, linears: int | None = None, router: int | None = None
-) -> Any:
+def checkpointed(mode: Mode, function: Callable[..., Any], *args: Any, **numbers: Any) -> Any:
     """`function(*args)` with bitwise the same gradients; `mode` decides which results stay for the backward pass.
 
     - `none`: everything that autograd asks for.
@@ -61,7 +59,7 @@ def checkpointed(
       time, run again.
     - `full`: the arguments only; the backward pass runs `function` again, about a third more compute.
     - `selective`: the results of attention and of every second linear layer (the first, the third, ...), so that about
-      half of the matrix products run again.
+      half of the matrix products run again; with `fused` of the first one only.
 
     Attention that a CPU in bf16 does by products runs again in all modes but `none`. Of experts, `selective` runs `up`
     again, and `full` all products. No mode runs a router again: experts that are chosen by numbers which differ in the
@@ -73,9 +71,10 @@ def checkpointed(
         mode: see above.
         function: called once now and once in the backward pass; takes tensors and returns one tensor, or a tuple.
         args: its arguments.
-        linears: number of linear layers in `function`, if the result of the last one is only added to the residual
-            stream: the backward pass does not read it, and it is not kept. None: not known.
-        router: of the linear layers, counted from 1, the one that chooses experts. None: there is none.
+        numbers: `linears`: number of linear layers in `function`, if the result of the last one is only added to the
+            residual stream: the backward pass does not read it, and it is not kept. `router`: of the linear layers,
+            counted from 1, the one that chooses experts. `fused`: whether the first one is queries, keys and values
+            together; every second one of so few would be nearly all results.
 
     Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174. The choice of ops is torchtitan's,
     https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/parallelize.py (`_always_save_ops`,
@@ -83,7 +82,7 @@ def checkpointed(
     """
     if mode == "none" or not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **_options(mode, linears, router))
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **_options(mode, **numbers))
 
 
 def checkpoint_block(block: nn.Module, mode: Mode) -> None:
@@ -94,8 +93,8 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
 
     Args:
         block: any module; its `forward` is replaced on the object, so hooks, names and class stay. Idempotent.
-        mode: see `checkpointed`. Random numbers are drawn as in the first run. A router is not run again where the
-            block has an attribute `router_linear`, the argument `router` there.
+        mode: see `checkpointed`. Random numbers are drawn as in the first run. A block's method `linear_numbers` may
+            give the arguments `numbers` there.
 
     Raises:
         UsageError: in the forward pass, if the cache already holds tokens (such as a trained prefix).
@@ -114,7 +113,7 @@ def checkpoint_block(block: nn.Module, mode: Mode) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.plain_forward(*args, **kwargs)
-        own = _options(mode, router=getattr(self, "router_linear", None))
+        own = _options(mode, **getattr(self, "linear_numbers", dict)())
         args = tuple(without_cache(names.get(position, ""), value) for position, value in enumerate(args))
         kwargs = {name: without_cache(name, value) for name, value in kwargs.items()}
         return checkpoint(self.plain_forward, *args, use_reentrant=False, **own, **kwargs)
@@ -129,18 +128,13 @@ def mode_of(block: nn.Module) -> Mode:
     return own if own in ("cheap", "selective", "full") else vars(block).get("checkpoint_mode", "none")
 
 
-def _options(mode: Mode, linears: int | None = None, router: int | None = None) -> dict[str, Any]:
-    """The options of `torch.utils.checkpoint` for one call; `linears` and `router` as in `checkpointed`."""
+def _options(mode: Mode, linears: int | None = None, router: int | None = None, fused: bool = False) -> dict[str, Any]:
+    """The options of `torch.utils.checkpoint` for one call; the arguments as in `checkpointed`."""
     keeping = mode in ("cheap", "selective") or router is not None
-    return {"context_fn": functools.partial(_keeping_contexts, mode, linears, router)} if keeping else {}
+    return {"context_fn": functools.partial(_keeping_contexts, mode, linears, router, fused)} if keeping else {}
 
 
-def keeps_linear(mode: Mode, number: int, linears: int | None) -> bool:
-    """Whether the result of a block's linear layer is kept: that of its `number`-th of `linears`, counted from 1."""
-    return number != linears and (mode == "cheap" or (mode == "selective" and number % 2 == 1))
-
-
-def _keeping_contexts(mode: Mode, linears: int | None, router: int | None) -> Any:
+def _keeping_contexts(mode: Mode, linears: int | None, router: int | None, fused: bool) -> Any:
     # products of linear layers and of experts so far, in the forward pass and when running it again
     seen = {(ops, again): 0 for ops in (LINEAR_OPS, EXPERT_OPS) for again in (False, True)}
 
@@ -151,9 +145,10 @@ def _keeping_contexts(mode: Mode, linears: int | None, router: int | None) -> An
                 seen[ops, ctx.is_recompute] += 1
                 number = seen[ops, ctx.is_recompute]
                 if ops is EXPERT_OPS:
-                    keeps = keeps_linear(mode, (number - 1) % 3 + 1, None)
+                    keeps = mode == "cheap" or (mode == "selective" and number % 3 != 2)
                 else:
-                    keeps = number == router or keeps_linear(mode, number, linears)
+                    selected = mode == "cheap" or (mode == "selective" and (number == 1 if fused else number % 2 == 1))
+                    keeps = number == router or (number != linears and selected)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -158,26 +158,28 @@ def test_a_gradient_of_a_gradient_is_the_models_own():
 
 # the closed form of a recomputed forward pass asks for the architecture as the whole does
 @pytest.mark.parametrize(
-    ("attention", "mode", "grouped"),
+    ("attention", "mode", "grouped", "fused"),
     [
-        (Llama, "none", 2), (GPT2, "none", None), (Llama, "selective", None), (GPT2, "selective", 2),
-        (Llama, "full", 2), (GPT2, "full", None), (Llama, "cheap", 2),
+        (Llama, "none", 2, False), (GPT2, "none", None, True), (Llama, "selective", None, False),
+        (GPT2, "selective", 2, False), (Llama, "selective", 2, True), (GPT2, "selective", None, True),
+        (Llama, "full", 2, False), (GPT2, "full", None, True), (Llama, "cheap", 2, True),
     ],
 )  # fmt: skip
-def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped):
+def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped, fused):
     config = attention(vocab_size=96, d_model=32, n_layers=1, n_heads=4, n_kv_heads=grouped, max_seq_len=64)
     tokens = torch.randint(0, 96, (2, 64))
     net = Net(lambda self, batch: self.decoder(batch, labels=batch))
     net.decoder = Decoder(config)
     net.decoder.set_activation_checkpointing(mode)
+    net.decoder.fuse_projections(fused)
     model, recompute = (flops / tokens.numel() for flops in counted(net, tokens))
     assert model == pytest.approx(training_flops_per_token(config, 64, "full"), rel=0.01)
-    assert recompute == pytest.approx(recompute_flops_per_token(config, 64, "full", mode), rel=0.01)
+    assert recompute == pytest.approx(recompute_flops_per_token(config, 64, "full", mode, fused), rel=0.01)
 
 
 @pytest.mark.parametrize("mode", ["none", "cheap", "selective", "full"])
-@pytest.mark.parametrize("shared", [0, 2])
-def test_closed_form_and_count_are_equal_for_experts(mode, shared):
+@pytest.mark.parametrize(("shared", "fused"), [(0, False), (2, False), (2, True)])
+def test_closed_form_and_count_are_equal_for_experts(mode, shared, fused):
     config = Llama(
         vocab_size=96, d_model=32, n_layers=3, n_heads=4, max_seq_len=64, n_experts=8, experts_per_token=2, d_expert=16,
         n_shared_experts=shared, dense_layers=1, d_ff=48, sequence_balance_weight=0.01, router_z_weight=0.01,
@@ -186,9 +188,10 @@ def test_closed_form_and_count_are_equal_for_experts(mode, shared):
     net = Net(lambda self, batch: self.decoder(batch, labels=batch))
     net.decoder = Decoder(config)
     net.decoder.set_activation_checkpointing(mode)
+    net.decoder.fuse_projections(fused)
     model, recompute = (flops / tokens.numel() for flops in counted(net, tokens))
     assert model == training_flops_per_token(config, 64, "full")
-    assert recompute == recompute_flops_per_token(config, 64, "full", mode)
+    assert recompute == recompute_flops_per_token(config, 64, "full", mode, fused)
     others = 96 * 32 + 32 * 7  # the embedding and the norms
     assert matmul_parameters(config, active=False) == sum(p.numel() for p in net.decoder.parameters()) - others
     assert matmul_parameters(config, active=False) - matmul_parameters(config) == 2 * (8 - 2) * 3 * 32 * 16

@@ -78,6 +78,9 @@ def test_what_checkpointing_computes_again_by_hand():
     # every second product is kept, and attention: k, o and a gated MLP's up are not
     assert recompute_flops_per_token(gated, 6, "full", "selective") == 3 * 2 * (8 + 16 + 32)
     assert recompute_flops_per_token(plain, 6, "full", "selective") == 3 * 2 * (8 + 16)
+    # fused: of each block q, k and v are kept, and o, gate and up are not
+    assert recompute_flops_per_token(gated, 6, "full", "selective", True) == 3 * 2 * (16 + 32 + 32)
+    assert recompute_flops_per_token(plain, 6, "full", "selective", True) == 3 * 2 * (16 + 32)
 
 
 @pytest.mark.parametrize("module", [flops, gpus])

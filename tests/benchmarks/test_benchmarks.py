@@ -128,9 +128,9 @@ def test_metric_cost(tmp_path, monkeypatch):
 
 def test_decoder_parts_kept_memory_and_muon_cost(monkeypatch):
     decoder_parts, kept_memory, muon_cost = map(module, ("decoder_parts", "kept_memory", "muon_cost"))
-    assert "rotation by halves" in decoder_parts.table(
-        {"sizes": {"toy": decoder_parts.measure("toy", ["rotation"], 1)}}
-    )
+    measured = decoder_parts.measure("toy", ["rotation", "fused_block_eager"], 1)
+    assert {"rotation", "fused_block_eager"} == set(measured)
+    assert "rotation by halves" in decoder_parts.table({"sizes": {"toy": measured}})
     monkeypatch.setattr(kept_memory, "LENGTH", 16)
     assert kept_memory.units((64, 128), "full", False, torch.bfloat16) == 1.0
     _, dtype = muon_cost.stepped({(8, 16): 3})

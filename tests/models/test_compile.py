@@ -17,11 +17,12 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_layers=1):
+def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_layers=1, fused=False):
     """Logits and gradients of one step."""
     torch.manual_seed(0)
     decoder = Decoder(dataclasses.replace(CONFIGS[name], n_layers=n_layers))
     decoder.set_activation_checkpointing(mode)
+    decoder.fuse_projections(fused)
     model = decoder
     if compiled == "whole":
         model = torch.compile(decoder, fullgraph=True, backend="aot_eager")
@@ -41,18 +42,19 @@ def trained(name, *, compiled, mode="none", documents=False, autocast=False, n_l
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "fused"),
     [
-        ("gpt2", "none"),
-        ("gpt2", "full"),
-        ("llama", "selective"),
-        ("llama", "cheap"),
-        *(("experts", m) for m in ("none", "selective", "full")),
+        ("gpt2", "none", True),
+        ("gpt2", "full", False),
+        ("llama", "selective", False),
+        ("llama", "selective", True),
+        ("llama", "cheap", True),
+        *(("experts", m, m != "none") for m in ("none", "selective", "full")),
     ],
 )
-def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode):
+def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode, fused):
     torch._dynamo.utils.counters.clear()
-    found = trained(name, compiled="blocks", mode=mode, n_layers=2)
+    found = trained(name, compiled="blocks", mode=mode, n_layers=2, fused=fused)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch.testing.assert_close(found, trained(name, compiled="no", n_layers=2))
 
@@ -60,5 +62,6 @@ def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode)
 @pytest.mark.parametrize(("name", "mode"), [("llama", "full"), ("gpt2", "none")])
 def test_one_graph_with_documents_and_autocast(name, mode):
     options = {"documents": True, "autocast": True}
-    found, expected = trained(name, compiled="whole", mode=mode, **options), trained(name, compiled="no", **options)
+    found = trained(name, compiled="whole", mode=mode, fused=mode == "none", **options)
+    expected = trained(name, compiled="no", **options)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)

@@ -125,11 +125,12 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("shared", "fused"), [(0, False), (0, True), (1, False), (1, True)])
 @pytest.mark.parametrize("mode", ["cheap", "selective", "full"])
-def test_no_mode_runs_a_router_again(mode, shared):
+def test_no_mode_runs_a_router_again(mode, shared, fused):
     decoder = build(Llama(**SIZES, **OF_8, n_shared_experts=shared))
     decoder.set_activation_checkpointing(mode)
+    decoder.fuse_projections(fused)
     with Watch() as forward:
         loss = decoder(tokens(4, 24), labels=tokens(4, 24, seed=2))
     with Watch() as backward:

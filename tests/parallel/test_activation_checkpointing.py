@@ -39,22 +39,25 @@ class Watch(TorchDispatchMode):
                 self.storages.append(weakref.ref(tensor.untyped_storage()))
         return out
 
-    def bytes_alive(self):
+    def bytes_alive(self, model):
+        """Of other storages than those of the weights, of which there are views."""
         gc.collect()
         alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        return sum(alive.values())
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return sum(size for key, size in alive.items() if key not in own)
 
 
 @functools.cache
-def measured(name, mode):
+def measured(name, mode, fused=False):
     """Bytes the blocks keep, what the backward pass ran again, and the gradients."""
     torch.manual_seed(0)
     decoder = Decoder(CONFIGS[name])
     decoder.set_activation_checkpointing(mode)
+    decoder.fuse_projections(fused)
     input_ids = torch.randint(61, (2, 32))
     with Watch() as forward:
         loss = decoder(input_ids).float().square().mean()
-    kept = forward.bytes_alive()
+    kept = forward.bytes_alive(decoder)
     with Watch() as backward:
         loss.backward()
     return kept, backward, {name: p.grad for name, p in decoder.named_parameters()}
@@ -81,11 +84,24 @@ def test_selective_keeps_attention_and_every_second_linear_layer_but_the_last_an
     assert measured(name, "cheap")[0] - measured(name, "selective")[0] == 3 * (2 * 32) * more * 4
 
 
+@pytest.mark.parametrize(("name", "kv_width", "ffn_width"), [("llama", 16, 2 * 256), ("gpt2", 32, 128)])
+def test_fused_blocks_keep_the_same_but_selective_keeps_queries_keys_and_values_and_nothing_of_the_mlp(
+    name, kv_width, ffn_width
+):
+    for mode in ("none", "cheap", "full"):
+        assert measured(name, mode, fused=True)[0] == measured(name, mode)[0]
+    tokens = 3 * (2 * 32) * 4  # of three blocks, bytes of fp32
+    cheap, selective, full = (measured(name, mode, fused=True)[0] for mode in ("cheap", "selective", "full"))
+    assert selective - full == (32 + 2 * kv_width + 32 + 4) * tokens
+    assert cheap - selective == (32 + ffn_width) * tokens  # o, and gate and up
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_bitwise_those_without(name):
-    _, _, expected = measured(name, "none")
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_bitwise_those_without(name, fused):
+    _, _, expected = measured(name, "none", fused)
     for mode in ("cheap", "selective", "full"):
-        _, _, found = measured(name, mode)
+        _, _, found = measured(name, mode, fused)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -97,6 +113,10 @@ def test_the_backward_pass_runs_again_what_each_mode_says(name):
     selective = 3 * {"llama": 3, "gpt2": 2}[name]
     assert again == {"none": 0, "cheap": 0, "selective": selective, "full": 3 * (LINEARS[name] - 1)}
     assert {mode: runs[mode].attentions for mode in runs} == {"none": 0, "cheap": 0, "selective": 0, "full": 3}
+    runs = {mode: measured(name, mode, fused=True)[1] for mode in get_args(Mode)}
+    again = {mode: runs[mode].linears - runs["none"].linears for mode in runs}
+    # of four products the last one is not needed, and selective keeps the first: o, and that of gate and up or of up
+    assert again == {"none": 0, "cheap": 0, "selective": 3 * 2, "full": 3 * 3}
 
 
 def test_checkpointed_blocks_keep_names_classes_and_random_numbers():

@@ -46,8 +46,9 @@ STEPS, SAVED_AT = 2, 1
 class Ours(LanguageModel):
     """A decoder of ours, by SGD, whose step shows a wrong scale of the gradients."""
 
-    def __init__(self, config: Any, optimizer: Any = None) -> None:
-        super().__init__(config, optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3)))
+    def __init__(self, config: Any, optimizer: Any = None, fused: bool = False) -> None:
+        optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3))
+        super().__init__(config, optimizer=optimizer, fused_projections=fused)
 
 
 class Crowded(Ours):
@@ -57,6 +58,23 @@ class Crowded(Ours):
         super().on_train_start()
         for router in self.decoder.routers().values():
             router.bias[:2] += 1
+
+
+class Fused(Ours):
+    """One product for queries, keys and values, where a block's weights are gathered."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, fused=True)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for block in self.decoder.blocks:
+            if block._compiled_call_impl is None:
+                block.attn.register_forward_pre_hook(functools.partial(self.look, block))
+
+    @staticmethod
+    def look(block: Any, *call: Any) -> None:
+        assert not torch.is_grad_enabled() or all(block._fused()), block._fused()
 
 
 class HuggingFace(pl.LightningModule):
@@ -188,6 +206,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: Ours(LLAMA),
     "normed": lambda: Ours(NORMED),
     "wide": lambda: Ours(WIDE),
+    "fused": lambda: Fused(LLAMA),
+    "fused gpt2": lambda: Fused(GPT2(**SIZES, n_heads=4, activation="swiglu")),
+    "fused experts": lambda: Fused(EXPERTS),
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
     "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4)),

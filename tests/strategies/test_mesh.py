@@ -45,6 +45,11 @@ TWO = {
     ),
     "tensor, rows of each process": Case("own rows", TENSOR, says="the ranks that share matrices have losses from "),
     "tensor, compiled": Case("llama", TENSOR, {"compile_blocks": True, "activation_checkpointing": "selective"}),
+    "shards, fused": Case("fused", ParallelDims(), {"activation_checkpointing": "cheap"}),
+    "tensor, fused": Case("fused gpt2", TENSOR, {"sequence_parallel": False, "activation_checkpointing": "full"}),
+    "tensor and sequence, fused": Case("fused", TENSOR),
+    "tensor, fused, compiled": Case("fused", TENSOR, {"compile_blocks": True, "activation_checkpointing": "selective"}),
+    "expert ranks, fused": Case("fused experts", EXPERT, {"activation_checkpointing": "selective"}),
     "tensor, fp8 of small parts": Case(
         "llama", TENSOR, precision="fp8", says="leaves 8 of the out_features of decoder"
     ),

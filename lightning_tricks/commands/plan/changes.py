@@ -154,5 +154,5 @@ def _again(setup: RunSetup, mode: Any) -> str:
     if mode == "cheap":
         return "norms and activations run again, no product does"
     config, length = setup.module.config, setup.length
-    again = recompute_flops_per_token(config, length, "causal", mode)
+    again = recompute_flops_per_token(config, length, "causal", mode, setup.module.fused_projections)
     return f"{again / training_flops_per_token(config, length, 'causal'):.0%} more products"

@@ -13,7 +13,7 @@ from lightning_tricks.models import attention
 from lightning_tricks.models.decoder import Decoder
 
 
-def bytes_of_blocks(shape, mode, itemsize=2):
+def bytes_of_blocks(shape, mode, fused=False, itemsize=2):
     """Bytes a token that the blocks of our decoder keep on a GPU, by hand, for products and a residual stream in bf16.
 
     The input of the block and that of the MLP's norm; both norms' results, queries, keys, values and attention's output
@@ -25,20 +25,21 @@ def bytes_of_blocks(shape, mode, itemsize=2):
     if mode == "full":
         return shape.n_layers * itemsize * d
     block = {
-        "selective": itemsize * (2 * d + kv + f),
+        "selective": itemsize * (2 * d + (2 * kv if fused else kv + f)),
         "cheap": itemsize * (3 * d + 2 * kv + (2 if gated else 1) * f),
         "none": itemsize * (5 * d + 2 * kv + (4 if gated else 2) * f),
     }[mode]
     return shape.n_layers * (block + attention)
 
 
-def kept_by_a_block(config, mode):
+def kept_by_a_block(config, mode, fused):
     """Bytes a token that one more block keeps on a GPU, in bf16 as FSDP2 casts it."""
 
     def act(depth):
         with torch.device("meta"):
             decoder = Decoder(config(n_layers=depth)).bfloat16()
         decoder.set_activation_checkpointing(mode)
+        decoder.fuse_projections(fused)
 
         def loss(module):
             ids = torch.zeros(2, 256, dtype=torch.long)
@@ -61,11 +62,14 @@ CONFIGS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("config", "mode"),
-    [*(("swiglu", mode) for mode in ("none", "cheap", "selective", "full")), ("relu2", "none"), ("gelu", "cheap")],
-)
-def test_the_formula_is_what_a_block_keeps(config, mode):
+    ("config", "mode", "fused"),
+    [
+        *(("swiglu", mode, False) for mode in ("none", "cheap", "selective", "full")), ("relu2", "none", False),
+        ("gelu", "cheap", False), ("swiglu", "none", True), ("swiglu", "selective", True),
+    ],
+)  # fmt: skip
+def test_the_formula_is_what_a_block_keeps(config, mode, fused):
     config = CONFIGS[config]
-    formula = bytes_of_blocks(config(n_layers=1), mode)
+    formula = bytes_of_blocks(config(n_layers=1), mode, fused)
     # rotary tables, numbers of each row and causal masks are not in it
-    assert kept_by_a_block(config, mode) == pytest.approx(formula, rel=0.03)
+    assert kept_by_a_block(config, mode, fused) == pytest.approx(formula, rel=0.03)
