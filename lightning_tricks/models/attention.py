@@ -16,7 +16,7 @@ OWN_NORM_FROM = 2**16  # numbers: below, torch's own form is faster
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """torch's `rms_norm` for fp32 on a CPU, where torch's own backward pass reads and writes each row many times.
+    """torch's `rms_norm` on a CPU, in fp32: torch's own backward pass reads and writes each row many times.
 
     Keeps its input and a number for each row; torch keeps three more tensors as large as the input.
     """
@@ -67,12 +67,12 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` of shape (..., width), normalised."""
+        is_plain = not isinstance(x, DTensor) and not isinstance(self.weight, DTensor)
+        is_plain = is_plain and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+        if is_plain and x.device.type == "cpu" and x.numel() >= OWN_NORM_FROM:
+            return _RMSNormOnCPU.apply(x.float(), self.weight.float(), self.eps)[0].to(x.dtype)
         # Under autocast the scale is fp32 and queries are bf16, a mixture for which torch has no fused kernel.
-        weight = self.weight.to(x.dtype)
-        is_plain = not isinstance(x, DTensor) and not isinstance(weight, DTensor) and not torch.compiler.is_compiling()
-        if is_plain and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() >= OWN_NORM_FROM:
-            return _RMSNormOnCPU.apply(x, weight, self.eps)[0]
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def block_norm(config: DecoderConfig) -> nn.Module:
@@ -169,8 +169,8 @@ class KVCache:
 
 Rope = tuple[Tensor, Tensor]
 
-# Longest row for `_attention_by_products`. torch's fused CPU kernel takes 2.8 times as long at 256 tokens, 1.4 times at
-# 512, and no longer at 1024 (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16).
+# Longest row for `_attention_by_products`. torch's fused CPU kernel takes about twice as long at 256 and 512 tokens
+# (bf16, forward and backward, torch 2.13, one core of an AMD EPYC with avx512_bf16); in fp32, no longer.
 PRODUCTS_MAX_LENGTH = 512
 # Products that `max_logit` computes at once: 64 MiB in fp32, and in bf16 no more than the L2 cache of an H100 holds.
 LOGITS_IN_A_SLICE = 2**24
@@ -240,8 +240,9 @@ def _attention_by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Document
 def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """The textbook form, faster than torch's fused kernel for short rows.
 
-    Scores are rounded to bf16 before the softmax, as in any bf16 model without a fused kernel. The backward pass needs
-    the attention weights: heads * length^2 numbers a row.
+    The first half of the queries leaves out the second half of the keys, which it does not see. Scores are rounded to
+    bf16 before the softmax, as in any bf16 model without a fused kernel. The backward pass needs the attention weights:
+    3/4 of heads * length^2 numbers a row.
     """
     batch, heads, length, head_dim = q.shape
     if mask is None:
@@ -250,8 +251,13 @@ def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     if bias.dim() == 4:
         bias = bias.expand(batch, heads, length, length).flatten(0, 1)
     alpha = head_dim**-0.5 if scale is None else scale
-    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=alpha)
-    return torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1)).view(batch, heads, length, head_dim)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    half, parts = -(-length // 2), []
+    for begin in range(0, length, half):
+        end = min(begin + half, length)
+        scores = torch.baddbmm(bias[..., begin:end, :end], q[:, begin:end], k[:, :end].mT, alpha=alpha)
+        parts.append(torch.bmm(scores.softmax(dim=-1), v[:, :end]))
+    return torch.cat(parts, dim=1).view(batch, heads, length, head_dim)
 
 
 def attention_of_parts(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
-from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
 from lightning_tricks._core.quote import markdown_block, markdown_text, say, shell_word, yaml_text
 from lightning_tricks._core.tensors import whole_numel
@@ -217,6 +216,8 @@ class TensorBoardDashboard(pl.Callback):
                 plan.log_metrics({LR: lr}, at)
             plan.finalize("written")
         known = flat(recipe[1] if recipe else {"module": type(pl_module).__name__, **hparams})
+        from torch.utils.tensorboard.summary import hparams as hparams_summaries  # imported late, as it loads slowly
+
         for summary in hparams_summaries(known, {RESULT: 0.0})[:2]:  # the third says how it ended
             writer._get_file_writer().add_summary(summary, step)
 
@@ -249,6 +250,8 @@ class TensorBoardDashboard(pl.Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Write the result."""
+        from torch.utils.tensorboard.summary import hparams as hparams_summaries
+
         self._finish(trainer)
         for logger in self._loggers:
             logger.experiment._get_file_writer().add_summary(hparams_summaries({}, {})[2])  # the status: success

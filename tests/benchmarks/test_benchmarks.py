@@ -109,6 +109,15 @@ def test_checkpoints(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out.json"}
 
 
+def test_start_up(tmp_path, monkeypatch):
+    start_up = module("start_up")
+    monkeypatch.setattr(start_up, "CASES", {"first_step": (["--version"], {}), "steps": (["ls"], {})})
+    start_up.main([str(ROOT), str(ROOT), "--cases", "first_step,steps", "--rounds", "1", "--out", str(tmp_path / "a")])
+    first, steps = (read(tmp_path / "a")["cases"][name] for name in ("first_step", "steps"))
+    assert first["seconds"] == first["rounds"][0]
+    assert all(value < 1 for value in steps["seconds"])  # a twentieth of what `ls` takes more than `--version`
+
+
 def test_overhead(tmp_path, monkeypatch, capsys):
     overhead = module("overhead")
     micro = dataclasses.replace(overhead.SIZES["micro"], warmup=2, contenders=("bare", "ours"))

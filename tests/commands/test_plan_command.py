@@ -37,7 +37,7 @@ from lightning_tricks.commands.check.checks import Checked, layout, model, run_c
 from lightning_tricks.commands.plan import PlanOptions, run
 from lightning_tricks.commands.plan.changes import changes_that_fit
 from lightning_tricks.commands.plan.fake_cluster import at_once
-from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse, at_full_depth
+from lightning_tricks.commands.plan.memory import DEPTHS, _trace_or_refuse
 from lightning_tricks.commands.plan.memory_trace import FORWARD, LAST, LOSS, STEP, StepMemory
 from lightning_tricks.commands.plan.plan import Links, step_time
 from lightning_tricks.commands.plan.plan import plan_recipe as plan_with
@@ -246,6 +246,7 @@ def test_offloaded_shards_and_their_optimizer_are_counted_on_the_host():
 @pytest.mark.parametrize(
     ("options", "settings", "words"),
     [
+        ({}, {"activation_checkpointing": "full"}, 4096),
         ({"cpu_offload": True}, {"activation_checkpointing": "full"}, 4096),
         ({"reshard_after_forward": False, "reduce_gradients": "step"}, {"activation_checkpointing": "selective"}, 64),
     ],
@@ -256,7 +257,8 @@ def test_a_deep_model_told_from_two_shallow_ones_is_the_whole_one_to_the_byte(op
     trainer = {"strategy": FSDP2Strategy(**options), "accumulate_grad_batches": 2}
     setup = read_setup(module, data(), trainer, nodes=1, devices=2, on_gpu=True)
     four, five, whole = at_once([partial(_trace_or_refuse, setup, depth) for depth in (*DEPTHS, None)])
-    told = at_full_depth(setup, [four, five])
+    told = four.at_depth(five, DEPTHS, config.n_layers)
+    assert told is not None, "each plan would trace the whole model beside the two"
     assert (told.instants, told.host) == (whole.instants, whole.host)
 
 

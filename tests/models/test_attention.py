@@ -36,16 +36,16 @@ def test_attention_is_the_softmax_weighted_mean_of_earlier_values():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_heads_and_both_ways_equal_the_formula_in_double(dtype, kv_heads, masked):
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 16), *((torch.bfloat16, n) for n in (1, 15, 16))])
+def test_grouped_heads_and_both_ways_equal_the_formula_in_double(dtype, length, kv_heads, masked):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 16, 8).to(dtype).requires_grad_() for heads in (4, kv_heads, kv_heads))
-    mask = document_mask(torch.tensor([[0] * 9 + [1] * 7, [3] * 16])) if masked else None
+    q, k, v = (torch.randn(2, heads, length, 8).to(dtype).requires_grad_() for heads in (4, kv_heads, kv_heads))
+    mask = document_mask(torch.tensor([[0] * 9 + [1] * 7, [3] * 16])[:, :length]) if masked else None
     out = causal_attention(q, k, v, mask)
 
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(4 // kv_heads, dim=1) for x in exact[1:])
-    allowed = torch.ones(16, 16, dtype=torch.bool).tril() if mask is None else mask
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
     scores = (exact[0] @ keys.mT / math.sqrt(8)).masked_fill(~allowed, float("-inf"))
     expected = scores.softmax(-1) @ values
 
@@ -102,6 +102,16 @@ def test_rms_norm_on_a_cpu_is_torchs_with_its_gradients(shape, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):  # which must not round the sums of the backward pass
         found = torch.autograd.grad(norm(x), [x, norm.weight], grad)
     torch.testing.assert_close(found, torch.autograd.grad(expected, [x, norm.weight], grad))
+
+
+def test_rms_norm_of_bf16_on_a_cpu_rounds_once(monkeypatch):
+    monkeypatch.setattr(attention, "OWN_NORM_FROM", 0)
+    torch.manual_seed(0)
+    norm, x = RMSNorm(8, eps=0.1), torch.randn(512, 8, dtype=torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    exact = torch.nn.functional.rms_norm(x.double(), (8,), norm.weight.double(), 0.1)
+    assert norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x).double(), exact, rtol=1.01 * 2**-8, atol=0)  # half a unit in the last place
 
 
 def test_rms_norm_on_a_cpu_keeps_its_input_and_a_number_for_each_row_and_can_be_mapped(monkeypatch):

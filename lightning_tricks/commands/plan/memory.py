@@ -217,7 +217,7 @@ def _take_out_compiled(module: nn.Module) -> bool:
 
 
 def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
-    """What we do otherwise on a GPU: fused attention also for short rows, longer slices of the head, Muon's batches.
+    """What we do otherwise on a GPU: fused norms and attention, longer slices of the head, Muon's batches.
 
     Args:
         compiles_loss: whether the loss of the head is compiled, which stores nothing of the logits' size but their
@@ -232,8 +232,8 @@ def kernels_of_a_gpu(compiles_loss: bool = False) -> list[tuple[Any, str, Any]]:
         return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
     varlen = (documents, "varlen_serves", lambda _, dtype, head_dim: documents.fits_varlen(dtype, head_dim))
-    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), varlen, (head, "ROWS_ON_CPU", head.ROWS),
-               (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
+    kernels = [(attention, "PRODUCTS_MAX_LENGTH", 0), (attention, "OWN_NORM_FROM", sys.maxsize), varlen,
+               (head, "ROWS_ON_CPU", head.ROWS), (muon, "BATCH_BYTES_ON_CPU", muon.BATCH_BYTES)]  # fmt: skip
     return [*kernels, (head, "nats_and_gradient", compiled)] if compiles_loss else kernels
 
 

@@ -432,7 +432,7 @@ class _AllocationLog:
         """The lines at the largest moment of each operation; the state is there in all of them."""
         now: dict[str, int] = defaultdict(int)
         total, found = 0, dict[Place, dict[int, Lines]]()
-        for (place, operation), events in itertools.groupby(self.events, lambda event: event[:2]):
+        for (place, _), events in itertools.groupby(self.events, lambda event: event[:2]):
             largest, lines = -1, dict[str, int]()
             for _, _, entry, change in events:
                 passing = 0  # a group's reduced gradients, on their way to the host
@@ -444,7 +444,8 @@ class _AllocationLog:
                 if total + passing > largest:
                     largest, lines = total + passing, {**now, "working memory": now["working memory"] + passing}
             if place[0] != _SETUP:
-                found.setdefault(place, {})[operation] = lines
+                own = found.setdefault(place, {})
+                own[len(own)] = lines  # FSDP2 also looks at each parameter once, which takes no memory
         states = [entry for entry in self.live.values() if entry.line == "optimizer state"]
         state = sum(entry.size for entry in states if entry.on_host == on_host)
         return {

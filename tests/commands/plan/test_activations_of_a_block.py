@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from lightning_tricks import GPT2, Llama
-from lightning_tricks._core.replaced import replaced
 from lightning_tricks.commands.plan.fake_cluster import at_once
+from lightning_tricks.commands.plan.memory import kernels_of_a_gpu
 from lightning_tricks.commands.plan.memory_trace import LOSS, TraceOptions, trace_step
-from lightning_tricks.models import attention
 from lightning_tricks.models.decoder import Decoder
 
 
@@ -45,8 +44,8 @@ def kept_by_a_block(config, mode, fused):
             ids = torch.zeros(2, 256, dtype=torch.long)
             return module(ids, labels=ids)
 
-        with replaced(attention, "PRODUCTS_MAX_LENGTH", 0):
-            return trace_step(decoder, dict(enumerate(decoder.blocks)), TraceOptions(loss))
+        options = TraceOptions(loss, replaced=kernels_of_a_gpu())
+        return trace_step(decoder, dict(enumerate(decoder.blocks)), options)
 
     two, three = (memory.instants[LOSS]["activations"] for memory in at_once([partial(act, 2), partial(act, 3)]))
     return (three - two) / (2 * 256)
