@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers `torch_attn::_varlen_attn`
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import lightning_tricks.parallel.grouped_product  # noqa: F401, the operator
 from lightning_tricks._core.errors import UsageError, check_choice
-
-Mode = Literal["none", "cheap", "selective", "full"]
+from lightning_tricks.accounting.recompute import Mode
 
 _aten = torch.ops.aten
 

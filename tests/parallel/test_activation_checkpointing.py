@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks.accounting.recompute import Mode, modes_of_blocks
 from lightning_tricks.models import GPT2, Decoder, Llama
-from lightning_tricks.parallel.activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, checkpoint_block
+from lightning_tricks.parallel.activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, checkpoint_block
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
 CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2), "gpt2": GPT2(**SHAPE)}
@@ -87,6 +88,25 @@ def test_gradients_are_bitwise_those_without(name):
     for mode in ("cheap", "selective", "full"):
         _, _, found = measured(name, mode)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.6, 0.85])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_budget_mixes_the_modes_and_gradients_are_bitwise_those_without(name, budget):
+    _, _, expected = measured(name, "none")
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIGS[name])
+    decoder.set_activation_checkpointing({"budget": budget})
+    input_ids = torch.randint(61, (2, 32))
+    with Watch() as forward:
+        loss = decoder(input_ids).float().square().mean()
+    modes = [block.checkpointing for block in decoder.blocks]
+    assert len(set(modes)) == 2
+    assert modes == modes_of_blocks(CONFIGS[name], {"budget": budget}, 32)
+    # each block keeps what it keeps beside others of its mode; a block that keeps all has the mask of the causal rows
+    assert forward.bytes_alive() == pytest.approx(sum(measured(name, mode)[0] for mode in modes) / 3, rel=0.01)
+    loss.backward()
+    torch.testing.assert_close({name: p.grad for name, p in decoder.named_parameters()}, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,12 +1,12 @@
 """Changes to a recipe that make its step fit into a device's memory, the cheapest first; each is traced before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting.flops import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.commands.plan.budgets import Budget, budget_curve, candidates
 from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
@@ -44,15 +44,18 @@ class _Candidate(NamedTuple):
         return self.options[0].split()[0]
 
 
-def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED) -> tuple[Change, ...]:
+def changes_that_fit(
+    setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED, curve: Sequence[Budget] = ()
+) -> tuple[Change, ...]:
     """At most `most` changes, each of another kind, with which the peak takes at most `room` bytes.
 
-    First those that need no more devices, then more devices, if need be with all that saves activations.
+    First those that need no more devices, then more devices, if need be with all that saves activations. `curve` is
+    that of the setup's budgets, if it is known.
     """
     state = max(sum(lines.get(line, 0) for line in _STATE) for lines in memory.instants.values())
     found: list[Change] = []
     kinds: set[str] = set()
-    for candidate in _candidates(setup, memory, state, room):
+    for candidate in _candidates(setup, memory, state, room, curve):
         if candidate.kind in kinds:
             continue  # a smaller one of that kind fits, and costs less
         try:
@@ -69,10 +72,12 @@ def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int =
     return tuple(found)
 
 
-def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> Iterator[_Candidate]:
+def _candidates(
+    setup: RunSetup, memory: StepMemory, state: int, room: int, curve: Sequence[Budget]
+) -> Iterator[_Candidate]:
     if state < room:  # else nothing that saves activations alone can help
         yield from _smaller_micro_batches(setup)
-        yield from _checkpointing(setup)
+        yield from _checkpointing(setup, curve, room)
     if setup.is_ours and setup.weights_dtype.itemsize > 2:
         yield _Candidate(
             ("--trainer.plugins '[BF16True]'",),
@@ -137,22 +142,10 @@ def _smaller_micro_batches(setup: RunSetup) -> Iterator[_Candidate]:
         )
 
 
-def _checkpointing(setup: RunSetup) -> Iterator[_Candidate]:
-    modes = ("none", "cheap", "selective", "full")
-    if not setup.is_ours:
-        return
-    for mode in modes[modes.index(setup.module.activation_checkpointing) + 1 :]:
+def _checkpointing(setup: RunSetup, curve: Sequence[Budget], room: int) -> Iterator[_Candidate]:
+    for one in candidates(curve or budget_curve(setup), room) if setup.is_ours else ():
         yield _Candidate(
-            (f"--model.activation_checkpointing {mode}",),
-            _again(setup, mode),
-            setup.changed(activation_checkpointing=mode),
+            (f"--model.activation_checkpointing.budget {one.budget:g}",),
+            f"{one.again:.0%} more products" if one.again else "norms and activations run again, no product does",
+            setup.changed(activation_checkpointing={"budget": one.budget}),
         )
-
-
-def _again(setup: RunSetup, mode: Any) -> str:
-    """What checkpointing computes twice, as a share of the products."""
-    if mode == "cheap":
-        return "norms and activations run again, no product does"
-    config, length = setup.module.config, setup.length
-    again = recompute_flops_per_token(config, length, "causal", mode)
-    return f"{again / training_flops_per_token(config, length, 'causal'):.0%} more products"
