@@ -85,6 +85,7 @@ def layer_counts(shape: DecoderShape) -> tuple[int, int, int, int]:
 
 
 def expert_width(shape: DecoderShape) -> int:
+    """Hidden width of one expert."""
     width: int = getattr(shape, "expert_width", shape.ffn_width)
     return width
 
@@ -95,6 +96,7 @@ def projection_weights(shape: DecoderShape) -> int:
 
 
 def mlp_matrices(shape: DecoderShape) -> int:
+    """Number of matrices of an MLP."""
     return 3 if shape.activation == "swiglu" else 2
 
 

@@ -34,9 +34,9 @@ def check_checkpointing(given: Any) -> Checkpointing:
     if not isinstance(given, Mapping):
         check_choice("activation_checkpointing", given or "none", Mode, " or {budget: 0.5}")
         return given or "none"
-    share = given.get("budget")
-    known = len(given) == 1 and isinstance(share, int | float) and not isinstance(share, bool)
-    if not known or not 0 <= share <= 1:
+    share: Any = given.get("budget")
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    if len(given) != 1 or not is_number or not 0 <= share <= 1:
         raise UsageError(
             f"activation_checkpointing={dict(given)}: give {{budget: SHARE}}, the share of the activations' bytes to "
             "keep, from 0 (as full) to 1 (as none)"
