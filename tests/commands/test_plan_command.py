@@ -1,6 +1,7 @@
 """`plan`: whether a recipe fits, how long it takes, what to change; figures by hand, and changes that hold."""
 
 import dataclasses
+import itertools
 import json
 import re
 from functools import partial
@@ -31,6 +32,7 @@ from lightning_tricks import (
     TotalTokens,
 )
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
 from lightning_tricks.commands.check.checks import Checked, layout, model, run_checks
@@ -114,8 +116,14 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert plan.fits is False
     changes = changes_that_fit(plan.setup, plan.memory, plan.device.bytes, most=2)
     assert changes[0].options == ("--data.micro_batch_size 4", "--trainer.accumulate_grad_batches 2")
-    assert changes[1].options == ("--model.activation_checkpointing cheap",)
+    (option,) = changes[1].options
+    budget = float(option.removeprefix("--model.activation_checkpointing.budget "))
+    assert 0.5 < budget < 1
     assert changes[1].why == "norms and activations run again, no product does"
+    module = LanguageModel(WIDE, {"budget": budget}, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    again = plan_recipe(module, data(8, 128), {"max_steps": 10}, **small)
+    assert again.fits
+    assert again.memory.peak == changes[1].peak
     again = planned(WIDE, {"accumulate_grad_batches": 2}, data(4, 128), **small)
     assert again.fits
     assert again.memory.peak == changes[0].peak
@@ -125,6 +133,49 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert " MiB too much\n  to make it fit      --data.micro_batch_size 4 " in lines
     told = dataclasses.replace(plan, changes=changes, device=dataclasses.replace(device, overhead=7)).as_dict()
     assert [change["peak_bytes"] for change in told["changes"]] == [change.peak + 7 for change in changes]
+
+
+FIVE = dataclasses.replace(WIDE, n_layers=5)  # traced once, too
+
+
+@pytest.mark.parametrize("config", [FIVE, dataclasses.replace(FIVE, n_experts=4, d_expert=64, dense_layers=2)])
+def test_the_curve_of_budgets_is_that_of_their_traces_and_the_largest_that_fits_is_named(config, monkeypatch):
+    def plan(mode="none", gigabytes=1.0, **options):
+        module = LanguageModel(config, mode, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+        return plan_recipe(module, data(8, 128), {"max_steps": 10}, **mine(gigabytes), **options, suggest=False)
+
+    monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 7)
+    room = plan({"budget": 0.4}).memory.peak
+    found = plan(gigabytes=(room + 8) / 1e9, budgets=True)
+    curve = {one.budget: one for one in found.budgets}
+    assert (len(curve), curve[1].peak) == (101, found.memory.peak)
+    for figure, other in itertools.pairwise(found.budgets):
+        assert other.peak <= figure.peak
+        assert other.again >= figure.again
+    block = (curve[1].peak - curve[0].peak) / config.n_layers
+    assert curve[0.4].peak == pytest.approx(room, abs=block)
+    best = found.largest_budget
+    assert best.budget >= 0.4 - 1.2 / config.n_layers
+    assert best.peak <= room
+    assert best.peak == plan({"budget": best.budget}).memory.peak == pytest.approx(curve[best.budget].peak, abs=block)
+    flops = training_flops_per_token(config, 128, "causal")
+    assert best.again == recompute_flops_per_token(config, 128, "causal", {"budget": best.budget}) / flops > 0
+    told = found.as_dict()
+    largest = {"budget": best.budget, "peak_bytes": best.peak + 7, "recomputed_fraction": best.again}
+    assert told["largest_budget"] == largest
+    assert told["budgets"][-1]["peak_bytes"] == curve[0].peak + 7
+    text = report(found)
+    line = f"largest budget      activation_checkpointing: {{budget: {best.budget:g}}} fits: "
+    assert line in text.partition("Model")[0]
+    (full,) = re.findall(r"^  0  +[\d.]+ MiB +([\d.]+)%  (.+)$", text, re.M)
+    assert float(full[0]) == round(100 * curve[0].again, 1)
+    assert full[1].count("#") < full[1].index("|") < 36
+
+
+def test_budgets_of_a_module_that_is_not_ours_are_not_shown():
+    found = plan_recipe(Foreign(), None, {"max_steps": 10, "accelerator": "cpu"}, budgets=True, suggest=False)
+    assert found.memory is not None
+    assert (found.budgets, found.largest_budget) == ((), None)
 
 
 def test_state_that_is_too_large_is_divided_over_more_devices_or_offered_the_hosts_memory():

@@ -40,10 +40,11 @@ class Watch(TorchDispatchMode):
                 self.storages.append(weakref.ref(tensor.untyped_storage()))
         return out
 
-    def bytes_alive(self):
+    def bytes_alive(self, without=()):
         gc.collect()
         alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        return sum(alive.values())
+        own = {tensor.untyped_storage().data_ptr() for tensor in without}
+        return sum(size for address, size in alive.items() if address not in own)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ TWO = {
     "Interleaved1F1B, 5 layers for 4 stages": Case(
         "of the page, 5 layers", STAGES, {"pipeline_schedule": "Interleaved1F1B"}, accumulate=2
     ),
-    "1F1B, experts": Case("deep experts", STAGES, {"activation_checkpointing": {"budget": 0.4}}, accumulate=2),
+    "1F1B, experts": Case("deep experts", STAGES, {"activation_checkpointing": "selective"}, accumulate=2),
     "Interleaved1F1B, experts": Case("deep experts", STAGES, {"pipeline_schedule": "Interleaved1F1B"}),
     "InterleavedZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "InterleavedZeroBubble"}),
     "ZBVZeroBubble, experts": Case("deep experts", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
