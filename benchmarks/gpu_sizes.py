@@ -86,6 +86,8 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
     fp8 = {"base": base, "convert_small": dry, "emulate": emulate}
     return {
         "ours": (),
+        # half of the activations, by modes that differ from block to block
+        "ours_budget": ("--model.init_args.activation_checkpointing", json.dumps({"budget": 0.5})),
         "ours_bf16": plugin("BF16True"),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
         "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),

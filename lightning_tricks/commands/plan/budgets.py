@@ -55,14 +55,14 @@ def _peak(parts: Sequence[tuple[StepMemory, int]]) -> int:
     return max(sizes)
 
 
-def candidates(curve: Sequence[Budget], room: int) -> list[Budget]:
+def fitting(curve: Sequence[Budget], room: int) -> list[Budget]:
     """The largest budgets that fit by the curve, the largest first."""
     return [one for one in curve if one.peak <= room][:_TRIES]
 
 
 def largest_budget(setup: RunSetup, curve: Sequence[Budget], room: int) -> Budget | None:
     """The largest budget whose own trace takes at most `room` bytes, with the peak of this trace."""
-    for one in candidates(curve, room):
+    for one in fitting(curve, room):
         peak = traced_memory(setup.changed(activation_checkpointing={"budget": one.budget})).peak
         if peak <= room:
             return one._replace(peak=peak)

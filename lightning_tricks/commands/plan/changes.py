@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.plan.budgets import Budget, budget_curve, candidates
+from lightning_tricks.commands.plan.budgets import Budget, budget_curve, fitting
 from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
@@ -143,7 +143,9 @@ def _smaller_micro_batches(setup: RunSetup) -> Iterator[_Candidate]:
 
 
 def _checkpointing(setup: RunSetup, curve: Sequence[Budget], room: int) -> Iterator[_Candidate]:
-    for one in candidates(curve or budget_curve(setup), room) if setup.is_ours else ():
+    if not setup.is_ours or setup.module.activation_checkpointing == "full":
+        return
+    for one in fitting(curve or budget_curve(setup), room):
         yield _Candidate(
             (f"--model.activation_checkpointing.budget {one.budget:g}",),
             f"{one.again:.0%} more products" if one.again else "norms and activations run again, no product does",
