@@ -1,14 +1,11 @@
-"""Activation checkpointing on paper: what each block keeps and computes again, and the modes that meet a budget.
-
-A budget is the share of the activations' bytes that stay, between those of `full` (0) and those of `none` (1).
-"""
+"""Activation checkpointing on paper: what each block keeps and computes again, and the modes that meet a budget."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
-from lightning_tricks._core.errors import UsageError, check_choice
+from lightning_tricks._core.errors import check_choice
 from lightning_tricks.accounting.flops import (
     Attention,
     DecoderShape,
@@ -26,22 +23,17 @@ Checkpointing = Mode | dict[str, float]  # of all blocks, or {"budget": share}
 
 
 def check_checkpointing(given: Any) -> Checkpointing:
-    """A mode, or a dict with the one key `budget`; None is `none`.
+    """A mode, or `{"budget": share}`: the share of the activations' bytes that stay. None is `none`.
 
     Raises:
         UsageError: another value.
     """
-    if not isinstance(given, Mapping):
-        check_choice("activation_checkpointing", given or "none", Mode, " or {budget: 0.5}")
-        return given or "none"
-    share: Any = given.get("budget")
-    is_number = isinstance(share, int | float) and not isinstance(share, bool)
-    if len(given) != 1 or not is_number or not 0 <= share <= 1:
-        raise UsageError(
-            f"activation_checkpointing={dict(given)}: give {{budget: SHARE}}, the share of the activations' bytes to "
-            "keep, from 0 (as full) to 1 (as none)"
-        )
-    return {"budget": float(share)}
+    share: Any = given.get("budget") if isinstance(given, Mapping) and len(given) == 1 else None
+    if type(share) in (int, float) and 0 <= share <= 1:
+        return {"budget": float(share)}
+    more = ", or {budget: SHARE}, the share of the activations' bytes to keep, from 0 (as full) to 1 (as none)"
+    check_choice("activation_checkpointing", "none" if given is None else given, Mode, more)
+    return given or "none"
 
 
 def recompute_flops_per_token(
@@ -68,108 +60,74 @@ def recompute_flops_per_token(
     Source: `lightning_tricks/parallel/activation_checkpointing.py`, which says what is kept. MFU and HFU as in
         https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
     """
-    of_attention = attention_flops_per_token(shape, seq_len, attention) // 3 // shape.n_layers  # forward, of a block
+    costs = _costs_of_kinds(shape, seq_len, attention)
     modes = enumerate(modes_of_blocks(shape, activation_checkpointing, getattr(shape, "max_seq_len", seq_len)))
     dense = layer_counts(shape)[0]
     counts = Counter((number >= dense, mode) for number, mode in modes)
-    return sum(count * _flops_again(shape, *kind, of_attention) for kind, count in counts.items())
+    return sum(count * costs[kind][mode][1] for (kind, mode), count in counts.items())
 
 
 def modes_of_blocks(shape: DecoderShape, activation_checkpointing: Checkpointing, seq_len: int) -> list[Mode]:
     """The mode of each block: those of a budget keep at most its share, and compute the fewest FLOPs again.
 
-    A block goes from `none` to the modes on the lower convex hull of its kept numbers and repeated FLOPs, and blocks
-    take the steps that cost least for what they save. Those that are a step ahead lie evenly among the others, so that
-    each pipeline stage keeps its share, and no part of the backward pass has all of the repeated work.
-
-    Args:
-        shape: as in `training_flops_per_token`.
-        activation_checkpointing: a mode, or a budget.
-        seq_len: tokens in a row, on which the FLOPs of attention depend.
-
-    Raises:
-        UsageError: see `check_checkpointing`.
+    Blocks go from `none` to the modes on the lower convex hull of kept numbers and repeated FLOPs, the steps first that
+    cost least for what they save. Blocks that are a step ahead lie evenly among the others, so that each pipeline stage
+    keeps its share. `seq_len` decides the FLOPs of attention.
     """
     given = check_checkpointing(activation_checkpointing)
     if isinstance(given, str):
         return [given] * shape.n_layers
-    dense, mixtures, *_ = layer_counts(shape)
-    kinds = {False: range(dense), True: range(dense, dense + mixtures)}
-    of_attention = attention_flops_per_token(shape, seq_len, "causal") // 3 // shape.n_layers
-    steps = sorted(
-        (step, kind) for kind, blocks in kinds.items() if blocks for step in _steps(shape, kind, of_attention)
-    )
+    dense = layer_counts(shape)[0]
+    blocks = {False: range(dense), True: range(dense, shape.n_layers)}
+    costs = _costs_of_kinds(shape, seq_len, "causal")
+    steps = sorted((*step, kind) for kind in blocks if blocks[kind] for step in _steps(costs[kind]))
     modes: list[Mode] = ["none"] * shape.n_layers
-    left = (1 - given["budget"]) * sum(step.saved * len(kinds[kind]) for step, kind in steps)
-    for step, kind in steps:
-        blocks = kinds[kind]
-        count = min(len(blocks), math.ceil(left / step.saved - 1e-9))
+    left = (1 - given["budget"]) * sum(saved * len(blocks[kind]) for _, saved, _, kind in steps)
+    for _, saved, mode, kind in steps:
+        own = blocks[kind]
+        count = min(len(own), max(0, math.ceil(left / saved - 1e-9)))
         for place in range(count):
-            modes[blocks[(2 * place + 1) * len(blocks) // (2 * count)]] = step.mode
-        left -= count * step.saved
-        if left <= 0:
-            break
+            modes[own[(2 * place + 1) * len(own) // (2 * count)]] = mode
+        left -= count * saved
     return modes
 
 
-class _Step(NamedTuple):
-    """From one mode to another, for one block.
-
-    Attributes:
-        cost: FLOPs for each number that is not kept any more.
-        saved: numbers of 16 bits, for a token.
-        mode: the new one.
-    """
-
-    cost: float
-    saved: int
-    mode: Mode
-
-
-def _steps(shape: DecoderShape, is_mixture: bool, of_attention: int) -> Iterator[_Step]:
-    """The steps along the lower convex hull from `none` to `full`, the cheapest first."""
-    points = [
-        (mode, numbers_kept(shape, mode, is_mixture), _flops_again(shape, is_mixture, mode, of_attention))
-        for mode in get_args(Mode)
-    ]
+def _steps(costs: Mapping[Mode, tuple[int, int]]) -> Iterator[tuple[float, int, Mode]]:
+    """Along the lower convex hull: FLOPs for each number that is not kept any more, these numbers, the next mode."""
+    points = list(costs.items())
     while len(points) > 1:
-        (_, kept, again), *others = points
-        steps = [_Step((more - again) / (kept - fewer), kept - fewer, mode) for mode, fewer, more in others]
+        (_, (kept, again)), *points = points
+        steps = [((more - again) / (kept - fewer), kept - fewer, mode) for mode, (fewer, more) in points]
         best = min(steps)
         yield best
-        points = others[steps.index(best) :]
+        points = points[steps.index(best) :]
 
 
-def numbers_kept(shape: DecoderShape, mode: Mode, is_mixture: bool = False) -> int:
-    """Numbers of 16 bits that a compiled block keeps for each token, of a residual stream in 16 bits.
+def _costs_of_kinds(shape: DecoderShape, seq_len: int, attention: Attention) -> list[dict[Mode, tuple[int, int]]]:
+    of_attention = attention_flops_per_token(shape, seq_len, attention) // 3 // shape.n_layers  # forward, of a block
+    return [costs_of_block(shape, is_mixture, of_attention) for is_mixture in (False, True)]
 
-    `full`: the block's input. `selective` and `cheap`: also linear layers, attention and its fp32 number of each head.
-    `none`: the input and the stream between attention and MLP, what both norms return, queries, keys, values, attention
-    and of a gated MLP gate, up and their product, of others what goes into the activation and what comes out.
+
+def costs_of_block(shape: DecoderShape, is_mixture: bool, of_attention: int) -> dict[Mode, tuple[int, int]]:
+    """Numbers of 16 bits that a compiled block keeps for a token in each mode, and FLOPs that it computes again.
+
+    Each mode but `full` keeps queries, values, attention and its fp32 number of each head, and of a gated MLP `gate`.
+    `cheap` and `none` keep keys and `up`; `cheap` the output of `o`; `none` the stream between attention and MLP, what
+    both norms return, and what the activation returns.
     """
     _, _, experts, shared = layer_counts(shape)
-    width = shared * expert_width(shape) if is_mixture else shape.ffn_width
-    experts, of_experts = (experts, experts * expert_width(shape)) if is_mixture else (0, 0)
-    d, gated = shape.d_model, mlp_matrices(shape) - 2
-    queries, keys = shape.n_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * queries + keys + 2 * shape.n_heads  # with values
-    return {
-        "full": d,
-        "selective": d + attention + width + of_experts + experts * d,
-        "cheap": 2 * d + attention + keys + (1 + gated) * width + 2 * of_experts + experts * d,
-        "none": 4 * d + attention + keys + (2 + gated) * width + 3 * of_experts + 2 * experts * d,
-    }[mode]
-
-
-def _flops_again(shape: DecoderShape, is_mixture: bool, mode: Mode, of_attention: int) -> int:
-    """FLOPs for one token that a block computes again."""
-    if mode in ("none", "cheap"):
-        return 0
-    _, _, experts, shared = layer_counts(shape)
-    width = shape.d_model * (shared * expert_width(shape) if is_mixture else shape.ffn_width)  # of one matrix
-    of_experts = shape.d_model * experts * expert_width(shape) if is_mixture else 0
-    matrices, projections = mlp_matrices(shape), projection_weights(shape)
-    if mode == "full":  # all but an MLP's down; the router's gradient reads that of experts
-        return 2 * (projections + (matrices - 1) * width + matrices * of_experts) + of_attention
+    width, experts = (shared * expert_width(shape), experts) if is_mixture else (shape.ffn_width, 0)
+    rows, d, matrices = experts * expert_width(shape), shape.d_model, mlp_matrices(shape)
+    keys = shape.kv_heads * shape.head_dim
+    base = d + 2 * shape.n_heads * (shape.head_dim + 1) + keys + width + rows + experts * d
+    cheap = base + keys + d + (matrices - 2) * width + rows
     # k and o are half of the projections' weights; a gated MLP repeats one of gate and up, any other keeps up
-    return 2 * (projections // 2 + (matrices - 2) * (width + of_experts))
+    some = projection_weights(shape) // 2 + d * (matrices - 2) * (width + rows)
+    # all but an MLP's down; the router's gradient reads that of experts
+    every = projection_weights(shape) + d * ((matrices - 1) * width + matrices * rows)
+    return {
+        "none": (cheap + 2 * d + width + rows + experts * d, 0),
+        "cheap": (cheap, 0),
+        "selective": (base, 2 * some),
+        "full": (d, 2 * every + of_attention),
+    }

@@ -9,8 +9,8 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting.recompute import (
     Mode,
     check_checkpointing,
+    costs_of_block,
     modes_of_blocks,
-    numbers_kept,
     recompute_flops_per_token,
 )
 from lightning_tricks.models import GPT2, Llama
@@ -50,7 +50,7 @@ def share(config, modes):
     dense = config.n_layers if config.n_experts is None else config.dense_layers
 
     def kept(modes):
-        return sum(numbers_kept(config, mode, number >= dense) for number, mode in enumerate(modes))
+        return sum(costs_of_block(config, number >= dense, 0)[mode][0] for number, mode in enumerate(modes))
 
     least, most = (kept([mode] * config.n_layers) for mode in ("full", "none"))
     return (kept(modes) - least) / (most - least)
@@ -92,25 +92,27 @@ def test_each_pipeline_stage_keeps_its_share(name, budget):
 def test_what_blocks_of_7b_keep_by_hand():
     config, d, hidden = CONFIGS["Llama-2-7B"], 4096, 11008
     scales = 2 * 32  # the fp32 number of each head
-    assert numbers_kept(config, "full") == d
-    assert numbers_kept(config, "selective") == 4 * d + hidden + scales  # input, q, v, attention; gate
-    assert numbers_kept(config, "cheap") == 6 * d + 2 * hidden + scales  # k, o; up
-    # input, stream, two norms, q, k, v, attention; gate, up, their product
-    assert numbers_kept(config, "none") == 8 * d + 3 * hidden + scales
+    kept = {mode: numbers for mode, (numbers, _) in costs_of_block(config, False, 0).items()}
+    assert kept == {
+        "full": d,
+        "selective": 4 * d + hidden + scales,  # input, q, v, attention; gate
+        "cheap": 6 * d + 2 * hidden + scales,  # k, o; up
+        # input, stream, two norms, q, k, v, attention; gate, up, their product
+        "none": 8 * d + 3 * hidden + scales,
+    }
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"budget": 1.5}, {"budget": -0.1}, {"budget": "half"}, {"budget": True}, {"budget": float("nan")}, {},
-     {"budget": 0.5, "mode": "full"}, {"share": 0.5}],
+    ["half", "", 0.5, {"budget": 1.5}, {"budget": -0.1}, {"budget": "half"}, {"budget": True}, {"budget": float("nan")},
+     {}, {"budget": 0.5, "mode": "full"}, {"share": 0.5}],
 )  # fmt: skip
 def test_another_dict_than_a_budget_is_refused(given):
-    with pytest.raises(UsageError, match=r"^activation_checkpointing=\{.*\}: give \{budget: SHARE\}, the share of "):
+    words = r"give one of none, cheap, selective, full, or \{budget: SHARE\}, the share of .* from 0 "
+    with pytest.raises(UsageError, match=rf"^activation_checkpointing=.*: {words}"):
         check_checkpointing(given)
 
 
-def test_a_word_that_is_no_mode_is_refused_and_none_is_no_checkpointing():
-    with pytest.raises(UsageError, match=r"='half': give one of none, cheap, selective, full or \{budget: 0.5\}$"):
-        check_checkpointing("half")
+def test_no_mode_is_none_and_a_budget_is_a_float():
     assert check_checkpointing(None) == "none"
     assert check_checkpointing({"budget": 1}) == {"budget": 1.0}

@@ -99,7 +99,7 @@ def test_a_recipe_of_7b_fits_on_eight_gpus_of_80_gb_and_its_time_follows_from_th
 
 WIDE = Llama(vocab_size=512, d_model=128, n_layers=8, n_heads=4, max_seq_len=128)
 # traced once, and not at two depths
-TWO_BLOCKS, THREE_BLOCKS = (dataclasses.replace(WIDE, n_layers=depth) for depth in (2, 3))
+TWO_BLOCKS, THREE_BLOCKS, FIVE = (dataclasses.replace(WIDE, n_layers=depth) for depth in (2, 3, 5))
 
 
 def mine(gigabytes):
@@ -108,7 +108,7 @@ def mine(gigabytes):
 
 def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatch):
     monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 0)
-    whole = planned(WIDE, source=data(8, 128), **mine(1.0))
+    whole = planned(FIVE, source=data(8, 128), **mine(1.0))
     assert whole.fits
     small = mine(0.8 * whole.memory.peak / 1e9)
     device = dataclasses.replace(whole.device, bytes=int(small["gpu_memory_gb"] * 1e9))
@@ -120,11 +120,11 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     budget = float(option.removeprefix("--model.activation_checkpointing.budget "))
     assert 0.5 < budget < 1
     assert changes[1].why == "norms and activations run again, no product does"
-    module = LanguageModel(WIDE, {"budget": budget}, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    module = LanguageModel(FIVE, {"budget": budget}, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
     again = plan_recipe(module, data(8, 128), {"max_steps": 10}, **small)
     assert again.fits
     assert again.memory.peak == changes[1].peak
-    again = planned(WIDE, {"accumulate_grad_batches": 2}, data(4, 128), **small)
+    again = planned(FIVE, {"accumulate_grad_batches": 2}, data(4, 128), **small)
     assert again.fits
     assert again.memory.peak == changes[0].peak
     lines = report(dataclasses.replace(plan, changes=changes))
@@ -133,9 +133,6 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert " MiB too much\n  to make it fit      --data.micro_batch_size 4 " in lines
     told = dataclasses.replace(plan, changes=changes, device=dataclasses.replace(device, overhead=7)).as_dict()
     assert [change["peak_bytes"] for change in told["changes"]] == [change.peak + 7 for change in changes]
-
-
-FIVE = dataclasses.replace(WIDE, n_layers=5)  # traced once, too
 
 
 @pytest.mark.parametrize("config", [FIVE, dataclasses.replace(FIVE, n_experts=4, d_expert=64, dense_layers=2)])
@@ -148,27 +145,26 @@ def test_the_curve_of_budgets_is_that_of_their_traces_and_the_largest_that_fits_
     room = plan({"budget": 0.4}).memory.peak
     found = plan(gigabytes=(room + 8) / 1e9, budgets=True)
     curve = {one.budget: one for one in found.budgets}
-    assert (len(curve), curve[1].peak) == (101, found.memory.peak)
+    assert (len(curve), curve[1].peak_bytes) == (101, found.memory.peak)
     for figure, other in itertools.pairwise(found.budgets):
-        assert other.peak <= figure.peak
-        assert other.again >= figure.again
-    block = (curve[1].peak - curve[0].peak) / config.n_layers
-    assert curve[0.4].peak == pytest.approx(room, abs=block)
+        assert other.peak_bytes <= figure.peak_bytes
+        assert other.recomputed_fraction >= figure.recomputed_fraction
+    block = (curve[1].peak_bytes - curve[0].peak_bytes) / config.n_layers
+    assert curve[0.4].peak_bytes == pytest.approx(room, abs=block)
     best = found.largest_budget
     assert best.budget >= 0.4 - 1.2 / config.n_layers
-    assert best.peak <= room
-    assert best.peak == plan({"budget": best.budget}).memory.peak == pytest.approx(curve[best.budget].peak, abs=block)
-    flops = training_flops_per_token(config, 128, "causal")
-    assert best.again == recompute_flops_per_token(config, 128, "causal", {"budget": best.budget}) / flops > 0
+    assert best.peak_bytes == plan({"budget": best.budget}).memory.peak <= room
+    assert best.peak_bytes == pytest.approx(curve[best.budget].peak_bytes, abs=block)
+    again = recompute_flops_per_token(config, 128, "causal", {"budget": best.budget})
+    assert best.recomputed_fraction == again / training_flops_per_token(config, 128, "causal") > 0
     told = found.as_dict()
-    largest = {"budget": best.budget, "peak_bytes": best.peak + 7, "recomputed_fraction": best.again}
-    assert told["largest_budget"] == largest
-    assert told["budgets"][-1]["peak_bytes"] == curve[0].peak + 7
+    assert told["largest_budget"] == best.budget
+    assert told["budgets"][-1] == {**curve[0]._asdict(), "peak_bytes": curve[0].peak_bytes + 7}
     text = report(found)
     line = f"largest budget      activation_checkpointing: {{budget: {best.budget:g}}} fits: "
     assert line in text.partition("Model")[0]
     (full,) = re.findall(r"^  0  +[\d.]+ MiB +([\d.]+)%  (.+)$", text, re.M)
-    assert float(full[0]) == round(100 * curve[0].again, 1)
+    assert float(full[0]) == round(100 * curve[0].recomputed_fraction, 1)
     assert full[1].count("#") < full[1].index("|") < 36
 
 

@@ -1,12 +1,14 @@
 """Changes to a recipe that make its step fit into a device's memory, the cheapest first; each is traced before."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.commands.plan.budgets import Budget, budget_curve, fitting
+from lightning_tricks.accounting.flops import training_flops_per_token
+from lightning_tricks.accounting.recompute import Mode, modes_of_blocks, recompute_flops_per_token
 from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
@@ -15,6 +17,7 @@ from lightning_tricks.strategies import FSDP2Strategy
 
 NAMED = 3  # changes that are looked for
 _MOST_NODES = 1024
+_TRIES = 3  # budgets that are traced, where the largest one of the curve does not fit after all
 _STATE = ("weights", "averages", "gradients", "optimizer state")
 
 
@@ -31,6 +34,14 @@ class Change:
     options: tuple[str, ...]
     why: str
     peak: int
+
+
+class Budget(NamedTuple):
+    """What a budget of activation checkpointing takes: bytes of a device, and FLOPs as a share of the step's."""
+
+    budget: float
+    peak_bytes: int
+    recomputed_fraction: float
 
 
 class _Candidate(NamedTuple):
@@ -145,9 +156,46 @@ def _smaller_micro_batches(setup: RunSetup) -> Iterator[_Candidate]:
 def _checkpointing(setup: RunSetup, curve: Sequence[Budget], room: int) -> Iterator[_Candidate]:
     if not setup.is_ours or setup.module.activation_checkpointing == "full":
         return
-    for one in fitting(curve or budget_curve(setup), room):
+    for one in [one for one in curve or budget_curve(setup) if one.peak_bytes <= room][:_TRIES]:
+        again = one.recomputed_fraction
         yield _Candidate(
             (f"--model.activation_checkpointing.budget {one.budget:g}",),
-            f"{one.again:.0%} more products" if one.again else "norms and activations run again, no product does",
+            f"{again:.0%} more products" if again else "norms and activations run again, no product does",
             setup.changed(activation_checkpointing={"budget": one.budget}),
         )
+
+
+def budget_curve(setup: RunSetup) -> tuple[Budget, ...]:
+    """The budgets 1, 0.99, ... 0 of a LanguageModel. All four modes are traced, and their lines joined.
+
+    Of the modes of a budget's blocks, activations are the mean by the number of blocks, and each other line is the
+    largest one. So a peak is about one block too large at most, or too small where the last block keeps least.
+    """
+    traced = {mode: traced_memory(setup.changed(activation_checkpointing=mode)) for mode in get_args(Mode)}
+    config, length, found = setup.module.config, setup.length, []
+    for budget in (percent / 100 for percent in range(100, -1, -1)):
+        counts = Counter(modes_of_blocks(config, {"budget": budget}, config.max_seq_len))
+        again = recompute_flops_per_token(config, length, "causal", {"budget": budget})
+        peak = _peak({mode: traced[mode] for mode in counts}, counts)
+        found.append(Budget(budget, peak, again / training_flops_per_token(config, length, "causal")))
+    return tuple(found)
+
+
+def _peak(traced: Mapping[Mode, StepMemory], counts: Mapping[Mode, int]) -> int:
+    """The peak of blocks of several modes."""
+    sizes, blocks = [], sum(counts.values())
+    for instant in next(iter(traced.values())).instants:
+        lines = {mode: memory.instants.get(instant, {}) for mode, memory in traced.items()}
+        kept = sum(own.get("activations", 0) * counts[mode] for mode, own in lines.items()) // blocks
+        others = set().union(*lines.values()) - {"activations"}
+        sizes.append(kept + sum(max(own.get(name, 0) for own in lines.values()) for name in others))
+    return max(sizes)
+
+
+def largest_budget(setup: RunSetup, curve: Sequence[Budget], room: int) -> Budget | None:
+    """The largest budget whose own trace takes at most `room` bytes, with the peak of this trace."""
+    for one in [one for one in curve if one.peak_bytes <= room][:_TRIES]:
+        peak = traced_memory(setup.changed(activation_checkpointing={"budget": one.budget})).peak
+        if peak <= room:
+            return one._replace(peak_bytes=peak)
+    return None

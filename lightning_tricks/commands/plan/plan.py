@@ -14,8 +14,7 @@ from lightning_tricks.accounting.device_speed import measure_peak_flops
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
 from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
 from lightning_tricks.commands.plan import PlanOptions
-from lightning_tricks.commands.plan.budgets import Budget, budget_curve, largest_budget
-from lightning_tricks.commands.plan.changes import Change, changes_that_fit
+from lightning_tricks.commands.plan.changes import Budget, Change, budget_curve, changes_that_fit, largest_budget
 from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import UNTRACEABLE, WholeModel, at_full_depth, traces_of, whole_model
 from lightning_tricks.commands.plan.memory_trace import StepMemory
@@ -167,13 +166,9 @@ class MemoryPlan:
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
             "changes": [{"options": list(c.options), "why": c.why, "peak_bytes": c.peak + own} for c in self.changes],
-            "budgets": [_budget_dict(one, own) for one in self.budgets],
-            "largest_budget": None if self.largest_budget is None else _budget_dict(self.largest_budget, own),
+            "budgets": [one._replace(peak_bytes=one.peak_bytes + own)._asdict() for one in self.budgets],
+            "largest_budget": self.largest_budget and self.largest_budget.budget,
         }
-
-
-def _budget_dict(one: Budget, overhead: int) -> dict[str, float]:
-    return {"budget": one.budget, "peak_bytes": one.peak + overhead, "recomputed_fraction": one.again}
 
 
 def plan_recipe(

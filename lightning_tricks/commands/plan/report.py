@@ -8,7 +8,7 @@ from lightning_tricks.logs.table import size_text
 from lightning_tricks.monitors.goodput_monitor import duration
 
 _LEAST = 1e-3  # share of the peak below which a line is not shown
-_EVERY, _BAR = 10, 36  # budgets shown, and columns of their largest peak
+_BAR = 36  # columns of the largest peak
 
 
 def report(plan: MemoryPlan) -> str:
@@ -42,8 +42,9 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
     if plan.fits is False and not plan.changes:
         yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
     if best := plan.largest_budget:
-        fits = f"{size_text(best.peak + plan.device.overhead)}, {best.again:.1%} of the FLOPs computed again"
-        yield _row("largest budget", f"activation_checkpointing: {{budget: {best.budget:g}}} fits: {fits}")
+        size, again = size_text(best.peak_bytes + plan.device.overhead), best.recomputed_fraction
+        fits = f"{{budget: {best.budget:g}}} fits: {size}, {again:.1%} of the FLOPs computed again"
+        yield _row("largest budget", f"activation_checkpointing: {fits}")
     if plan.hours is None:
         yield _row("time", "not known, as the tokens or the speed of the run are not")
     else:
@@ -100,14 +101,13 @@ def _memory(plan: MemoryPlan) -> Iterator[str]:
 
 def _budgets(plan: MemoryPlan) -> Iterator[str]:
     yield "Budgets of activation checkpointing: peak, and FLOPs computed again; | is the device's memory"
-    most = max(one.peak for one in plan.budgets) + plan.device.overhead
-    for one in plan.budgets[::_EVERY]:
-        size = one.peak + plan.device.overhead
-        bar = "#" * round(_BAR * size / most)
-        mark = round(_BAR * plan.device.bytes / most)
-        if mark < _BAR:
-            bar = f"{bar[:mark]:<{mark}}|{bar[mark + 1 :]}"
-        yield _row(f"{one.budget:g}", f"{size_text(size):>11}  {one.again:6.1%}  {bar}")
+    scale = _BAR / (plan.budgets[0].peak_bytes + plan.device.overhead)
+    mark = round(scale * plan.device.bytes)
+    for one in plan.budgets[::10]:
+        size = one.peak_bytes + plan.device.overhead
+        bar = "#" * round(scale * size)
+        bar = f"{bar[:mark]:<{mark}}|{bar[mark + 1 :]}" if mark < _BAR else bar
+        yield _row(f"{one.budget:g}", f"{size_text(size):>11}  {one.recomputed_fraction:6.1%}  {bar}")
 
 
 def _time(plan: MemoryPlan) -> Iterator[str]:

@@ -202,9 +202,7 @@ class RunSetup:
 
     @property
     def blocks_alike(self) -> bool:
-        """Whether a few blocks stand for all: no pattern of `freeze` and rules has a number, and no budget is given."""
-        if not isinstance(getattr(self.module, "activation_checkpointing", ""), str):
-            return False
+        """Whether `freeze` and rules treat all blocks alike, so that a few stand for all: no pattern has a number."""
         patterns = [getattr(rule, "pattern", "") for rule in getattr(self.module, "param_rules", None) or ()]
         return not re.search(r"\d", " ".join([*patterns, *(getattr(self.module, "freeze_patterns", None) or ())]))
 
