@@ -88,6 +88,8 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
     return {
         "ours": (),
         "ours_fused": fused,
+        # half of the activations, by modes that differ from block to block
+        "ours_budget": ("--model.init_args.activation_checkpointing", json.dumps({"budget": 0.5})),
         "ours_bf16": plugin("BF16True"),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
         "fp8_fused": (*plugin("Float8", recipe="tensorwise", **fp8), *fused),

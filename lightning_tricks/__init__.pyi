@@ -1,9 +1,9 @@
 """The public names: type checkers and editors read them here, and `__init__.py` finds their modules here."""
 
 from lightning_tricks.accounting.flop_counting import count_flops as count_flops
-from lightning_tricks.accounting.flops import recompute_flops_per_token as recompute_flops_per_token
 from lightning_tricks.accounting.flops import training_flops_per_token as training_flops_per_token
 from lightning_tricks.accounting.gpus import peak_flops as peak_flops
+from lightning_tricks.accounting.recompute import recompute_flops_per_token as recompute_flops_per_token
 from lightning_tricks.cli.recipe_cli import RecipeCLI as RecipeCLI
 from lightning_tricks.cli.recipe_cli import load_recipe as load_recipe
 from lightning_tricks.commands.coordinate_check import CoordinateReport as CoordinateReport

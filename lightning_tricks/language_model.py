@@ -15,6 +15,7 @@ from lightning_tricks._trainer.objects import is_a, trainer_of
 from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.accounting import Attention, recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.accounting.flops import matmul_parameters
+from lightning_tricks.accounting.recompute import Checkpointing, check_checkpointing
 from lightning_tricks.callbacks import (
     GradNormMonitor,
     LRMonitor,
@@ -35,7 +36,6 @@ from lightning_tricks.monitors.precision_monitor import has_figures
 from lightning_tricks.optim import LayerwiseLRDecay, MuP, ParamRule, schedule_free_parts
 from lightning_tricks.optim.build_optimizer import check_settings
 from lightning_tricks.optim.freezing import freeze
-from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
 from lightning_tricks.schedules import Schedule
 
 __all__ = ["LanguageModel"]
@@ -77,7 +77,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             module unless they are given.
         activation_checkpointing: What of each block is recomputed in the backward pass: `none`, `cheap` (all but
             attention and the matrix products), `selective` (also some of the matrix products) or `full` (everything).
-            None is `none`.
+            `{budget: 0.5}` keeps that share of the activations' bytes, from 0 (`full`) to 1 (`none`), by modes that
+            differ from block to block. None is `none`.
         compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU only.
         fused_projections: Train with one product for queries, keys and values, and one for gate and up.
         **kwargs: The arguments of `OptimizerMixin`.
@@ -88,7 +89,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
 
     config: DecoderConfig
     base_config: DecoderConfig
-    activation_checkpointing: Mode
+    activation_checkpointing: Checkpointing
     compile_blocks: bool | Literal["auto"]
     fused_projections: bool
     decoder: Decoder | None
@@ -103,7 +104,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         def __init__(
             self,
             decoder: DecoderConfig,
-            activation_checkpointing: Mode | None = "none",
+            activation_checkpointing: Checkpointing | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
             fused_projections: bool = False,
             *,
@@ -121,7 +122,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         def __init__(
             self,
             decoder: DecoderConfig,
-            activation_checkpointing: Mode | None = "none",
+            activation_checkpointing: Checkpointing | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
             fused_projections: bool = False,
             **kwargs: Any,
@@ -129,7 +130,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             super().__init__(**kwargs)
             self.config = setting_of(decoder, DecoderConfig, "decoder")
             self.base_config = self.config if self.mup is None else self.mup.base_config(self.config)
-            self.activation_checkpointing = check_mode(activation_checkpointing)
+            self.activation_checkpointing = check_checkpointing(activation_checkpointing)
             if compile_blocks not in (True, False, "auto"):
                 raise UsageError(f"compile_blocks={compile_blocks!r}: give true, false or auto")
             self.compile_blocks, self.fused_projections = compile_blocks, fused_projections
@@ -175,8 +176,8 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         products = [param for part in (decoder.blocks, decoder.head) for param in part.parameters() if param.ndim > 1]
         if not all(param.requires_grad for param in products):
             self.flops_per_token = None  # type: ignore[assignment]  # MFUMonitor counts: the formula trains all products
-        decoder.set_activation_checkpointing(self.activation_checkpointing)
         decoder.fuse_projections(self.fused_projections)
+        decoder.set_activation_checkpointing(self.activation_checkpointing)
         plugin: Any = strategy.precision_plugin if strategy is not None else None
         if not strategy_shards and hasattr(plugin, "convert_before_sharding"):
             plugin.convert_before_sharding(decoder)

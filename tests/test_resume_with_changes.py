@@ -88,7 +88,7 @@ HERE = {
         shape(max_seq_len=32), "16, the recipe's 32: give the decoder max_seq_len=16"
     ),
     "`init_std`, `zero_init_outputs`": GoesOn(shape(init_std=0.5)),
-    "`activation_checkpointing`": GoesOn({"activation_checkpointing": "full"}),
+    "`activation_checkpointing`": GoesOn({"activation_checkpointing": {"budget": 0.3}}),
     # devices
     "precision": GoesOn({"plugins": [lt.BF16True()]}, weights=False),
     "strategy": GoesOn({"strategy": "ddp"}),

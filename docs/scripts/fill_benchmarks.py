@@ -36,7 +36,7 @@ def first_saves(result: dict[str, Any]) -> dict[str, str]:
 
 def kept_memory(result: dict[str, Any]) -> dict[str, str]:
     """What blocks and the loss keep."""
-    from benchmarks.kept_memory import table
+    from benchmarks.kept_memory import budget_table, table
 
     rows, loss = result["blocks"], result["loss"]
     cheap = [row for row in rows if row["mode"] == "cheap" and row["compiled"]]
@@ -50,7 +50,11 @@ def kept_memory(result: dict[str, Any]) -> dict[str, str]:
         f"{taken['plain']} GiB where all logits exist. Measured {result['machine']['date'][:10]} by "
         "`python -m benchmarks.kept_memory`, on a CPU."
     )
-    return {"modes": table(result), "units": textwrap.fill(units, 120, break_on_hyphens=False)}
+    return {
+        "modes": table(result),
+        "units": textwrap.fill(units, 120, break_on_hyphens=False),
+        "budgets": budget_table(result),
+    }
 
 
 def decoder_parts(result: dict[str, Any]) -> dict[str, str]:

@@ -7,10 +7,9 @@ from typing import Literal, Protocol
 
 from lightning_tricks._core.errors import UsageError, check_choice
 
-__all__ = ["recompute_flops_per_token", "training_flops_per_token"]
+__all__ = ["training_flops_per_token"]
 
 Attention = Literal["causal", "full"]
-Checkpointing = Literal["none", "cheap", "selective", "full"]
 
 
 class DecoderShape(Protocol):
@@ -66,14 +65,14 @@ def matmul_parameters(shape: DecoderShape, active: bool = True) -> int:
     Raises:
         UsageError: `n_experts` without an `experts_per_token` between 1 and `n_experts`.
     """
-    dense, mixtures, experts, shared = _layers(shape)
+    dense, mixtures, experts, shared = layer_counts(shape)
     n_experts = getattr(shape, "n_experts", None) or 0
-    widths = dense * shape.ffn_width + mixtures * (shared + (experts if active else n_experts)) * _expert_width(shape)
-    rows = _mlp_matrices(shape) * widths + mixtures * n_experts + shape.vocab_size
-    return shape.n_layers * _projections(shape) + rows * shape.d_model
+    widths = dense * shape.ffn_width + mixtures * (shared + (experts if active else n_experts)) * expert_width(shape)
+    rows = mlp_matrices(shape) * widths + mixtures * n_experts + shape.vocab_size
+    return shape.n_layers * projection_weights(shape) + rows * shape.d_model
 
 
-def _layers(shape: DecoderShape) -> tuple[int, int, int, int]:
+def layer_counts(shape: DecoderShape) -> tuple[int, int, int, int]:
     """Dense blocks, blocks with experts, experts of each token there, and shared experts."""
     n_experts = getattr(shape, "n_experts", None)
     if not n_experts:
@@ -85,17 +84,19 @@ def _layers(shape: DecoderShape) -> tuple[int, int, int, int]:
     return dense, shape.n_layers - dense, active, getattr(shape, "n_shared_experts", 0)
 
 
-def _expert_width(shape: DecoderShape) -> int:
+def expert_width(shape: DecoderShape) -> int:
+    """Hidden width of one expert."""
     width: int = getattr(shape, "expert_width", shape.ffn_width)
     return width
 
 
-def _projections(shape: DecoderShape) -> int:
+def projection_weights(shape: DecoderShape) -> int:
     """Weights of one block's four projections: queries and output are of one size, keys and values of another."""
     return 2 * shape.d_model * shape.head_dim * (shape.n_heads + shape.kv_heads)
 
 
-def _mlp_matrices(shape: DecoderShape) -> int:
+def mlp_matrices(shape: DecoderShape) -> int:
+    """Number of matrices of an MLP."""
     return 3 if shape.activation == "swiglu" else 2
 
 
@@ -145,49 +146,3 @@ def training_flops_per_token(shape: DecoderShape, seq_len: int, attention: Atten
         appendix B (Chowdhery et al. 2022).
     """
     return 6 * matmul_parameters(shape) + attention_flops_per_token(shape, seq_len, attention)
-
-
-def recompute_flops_per_token(
-    shape: DecoderShape,
-    seq_len: int,
-    attention: Attention,
-    activation_checkpointing: Checkpointing,
-    fused: bool = False,
-) -> int:
-    """FLOPs for one token that activation checkpointing of our decoder adds to `training_flops_per_token`.
-
-    Add them for HFU, which counts all work of the hardware. `full` repeats all products of a block but the last one,
-    `down`, which is not needed; `selective` repeats the products that it does not keep: `k`, `o`, and `up` of a gated
-    MLP and of experts; `cheap` repeats none, and no mode a router. The head is outside the blocks. Work that a fused
-    attention kernel repeats inside itself is not counted. On a CPU in bf16, short rows have no fused kernel, and
-    `cheap` and `selective` then repeat attention too; that is not counted either.
-
-    Args:
-        shape: as in `training_flops_per_token`.
-        seq_len: as in `training_flops_per_token`.
-        attention: as in `training_flops_per_token`.
-        activation_checkpointing: `none`, `cheap`, `selective` or `full`, as in `LanguageModel`.
-        fused: as `fused_projections` there; `selective` then repeats `o`, `gate` and `up`, and of experts `up`.
-
-    Raises:
-        UsageError: another mode; see also `attention_flops_per_token`.
-
-    Source: `lightning_tricks/parallel/activation_checkpointing.py`, which says what is kept. MFU and HFU as in
-        https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md.
-    """
-    forward_attention = attention_flops_per_token(shape, seq_len, attention) // 3
-    check_choice("activation_checkpointing", activation_checkpointing, Checkpointing)
-    if activation_checkpointing in ("none", "cheap"):
-        return 0
-    dense, mixtures, experts, shared = _layers(shape)
-    repeated = shape.n_layers * _projections(shape)
-    gates = shape.d_model * (dense * shape.ffn_width + mixtures * shared * _expert_width(shape))  # a matrix of each MLP
-    of_experts = shape.d_model * mixtures * experts * _expert_width(shape)
-    if activation_checkpointing == "full":  # all but an MLP's down; the router's gradient reads that of experts
-        repeated += (_mlp_matrices(shape) - 1) * gates + _mlp_matrices(shape) * of_experts
-        return 2 * repeated + forward_attention
-    if fused:
-        repeated = shape.n_layers * shape.d_model * shape.n_heads * shape.head_dim
-        return 2 * (repeated + (_mlp_matrices(shape) - 1) * gates + (_mlp_matrices(shape) - 2) * of_experts)
-    # k and o are half of the projections' weights; a gated MLP repeats one of gate and up, any other keeps up
-    return 2 * (repeated // 2 + (_mlp_matrices(shape) - 2) * (gates + of_experts))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import parameters_by_name, whole_of
 from lightning_tricks._core.tensors import matmul_dtype
+from lightning_tricks.accounting.recompute import Checkpointing, Mode, check_checkpointing, modes_of_blocks
 from lightning_tricks.models.attention import (
     Attention,
     KVCache,
@@ -25,7 +26,7 @@ from lightning_tricks.models.documents import Mask, packed_documents
 from lightning_tricks.models.fused_linear import Fused, can_multiply_together, multiply
 from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
 from lightning_tricks.models.moe import Experts, Mixture, Router, count_in_backward
-from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode, checkpointed, mode_of
+from lightning_tricks.parallel.activation_checkpointing import checkpointed, mode_of
 from lightning_tricks.parallel.context import ContextParallel
 from lightning_tricks.parallel.tensor import local_rows, whole_logits
 
@@ -301,7 +302,7 @@ class Decoder(nn.Module):
         return plan
 
     def compile_blocks(self) -> None:
-        """Compile each block in place with `torch.compile`: all blocks share one compilation, and no name changes.
+        """Compile each block in place with `torch.compile`: blocks of one mode share one compilation.
 
         On CUDA the loss of the head is compiled too.
         """
@@ -310,7 +311,10 @@ class Decoder(nn.Module):
         self.head.compiled = True
 
     def fuse_projections(self, fused: bool = True) -> None:
-        """Train with one product for queries, keys and values of a block, and one for gate and up; names stay."""
+        """Train with one product for queries, keys and values of a block, and one for gate and up; names stay.
+
+        Call it before `set_activation_checkpointing`, where a budget depends on it.
+        """
         for block in self.blocks:
             cast(Block, block).fused = fused
 
@@ -410,18 +414,21 @@ class Decoder(nn.Module):
         packed = packed_documents(document_ids, starts, dtype, self.config.head_dim)
         return part_mask(None, document_ids) if packed is None else packed
 
-    def set_activation_checkpointing(self, mode: Mode | None) -> None:
+    def set_activation_checkpointing(self, given: Checkpointing | None) -> None:
         """Choose the activations that the blocks keep for the backward pass. Gradients are the same.
 
         Args:
-            mode: `none` (all of them), `cheap` (without running a matrix product again), `selective` (about half of
-                those) or `full` (each block's input only). None is `none`.
+            given: a mode: `none` (all of them), `cheap` (without running a matrix product again), `selective` (about
+                half of those) or `full` (each block's input only). Or `{"budget": 0.5}`, the share of the activations'
+                bytes to keep, from 0 (`full`) to 1 (`none`): blocks then have different modes. None is `none`.
 
         Raises:
-            UsageError: another mode.
+            UsageError: another mode, or another share.
         """
-        for block in self.blocks:
-            cast(Block, block).checkpointing = check_mode(mode)
+        fused = any(cast(Block, block).fused for block in self.blocks)
+        modes = modes_of_blocks(self.config, check_checkpointing(given), self.config.max_seq_len, fused)
+        for block, mode in zip(self.blocks, modes, strict=True):
+            cast(Block, block).checkpointing = mode
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers `torch_attn::_varlen_attn`
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lightning_tricks.parallel.grouped_product  # noqa: F401, the operator
-from lightning_tricks._core.errors import UsageError, check_choice
-
-Mode = Literal["none", "cheap", "selective", "full"]
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.accounting.recompute import Mode
 
 _aten = torch.ops.aten
 
@@ -39,16 +38,6 @@ LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
 EXPERT_OPS = frozenset({torch.ops.lightning_tricks.grouped_product.default})
 # The arguments by which a block of transformers takes a cache of keys and values, or the state of a recurrence.
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
-
-
-def check_mode(mode: Mode | None) -> Mode:
-    """`mode`, or `none` for None, which a recipe may say instead.
-
-    Raises:
-        UsageError: `mode` is another word.
-    """
-    check_choice("activation_checkpointing", mode or "none", Mode)
-    return mode or "none"
 
 
 def checkpointed(mode: Mode, function: Callable[..., Any], *args: Any, **numbers: Any) -> Any:

@@ -177,7 +177,7 @@ def test_closed_form_and_count_agree_on_our_decoder(attention, mode, grouped, fu
     assert recompute == pytest.approx(recompute_flops_per_token(config, 64, "full", mode, fused), rel=0.01)
 
 
-@pytest.mark.parametrize("mode", ["none", "cheap", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "cheap", "selective", "full", {"budget": 0.3}])
 @pytest.mark.parametrize(("shared", "fused"), [(0, False), (2, False), (2, True)])
 def test_closed_form_and_count_are_equal_for_experts(mode, shared, fused):
     config = Llama(

@@ -9,7 +9,6 @@ from lightning_tricks.accounting import (
     flops,
     gpus,
     matmul_parameters,
-    recompute_flops_per_token,
     training_flops_per_token,
 )
 from lightning_tricks.models import GPT2, Llama
@@ -62,25 +61,6 @@ def test_a_mixture_counts_its_active_experts_and_its_router():
 def test_one_expert_and_no_router_is_the_dense_model():
     dense = mixture(n_experts=None, experts_per_token=None)
     assert matmul_parameters(mixture(n_experts=1, experts_per_token=1)) == matmul_parameters(dense) + 32 * 4096
-
-
-SMALL = {"vocab_size": 10, "d_model": 4, "n_layers": 3, "n_heads": 2, "kv_heads": 1, "head_dim": 2, "ffn_width": 8}
-
-
-def test_what_checkpointing_computes_again_by_hand():
-    gated, plain = SimpleNamespace(**SMALL, activation="swiglu"), SimpleNamespace(**SMALL, activation="gelu")
-    # a block's matrices: q and o 16 each, k and v 8 each, gate, up and down 32 each; two FLOPs a weight, three blocks
-    # attention forward, both products over 6 keys: 2 * 2 * 6 * 2 heads * 2 wide = 96, of which a causal token needs 48
-    assert recompute_flops_per_token(gated, 6, "full", "none") == 0
-    assert recompute_flops_per_token(gated, 6, "full", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32 + 32) + 96)
-    assert recompute_flops_per_token(gated, 6, "causal", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32 + 32) + 48)
-    assert recompute_flops_per_token(plain, 6, "causal", "full") == 3 * (2 * (16 + 8 + 8 + 16 + 32) + 48)
-    # every second product is kept, and attention: k, o and a gated MLP's up are not
-    assert recompute_flops_per_token(gated, 6, "full", "selective") == 3 * 2 * (8 + 16 + 32)
-    assert recompute_flops_per_token(plain, 6, "full", "selective") == 3 * 2 * (8 + 16)
-    # fused: of each block q, k and v are kept, and o, gate and up are not
-    assert recompute_flops_per_token(gated, 6, "full", "selective", True) == 3 * 2 * (16 + 32 + 32)
-    assert recompute_flops_per_token(plain, 6, "full", "selective", True) == 3 * 2 * (16 + 32)
 
 
 @pytest.mark.parametrize("module", [flops, gpus])

@@ -1,6 +1,7 @@
 """`plan`: whether a recipe fits, how long it takes, what to change; figures by hand, and changes that hold."""
 
 import dataclasses
+import itertools
 import json
 import re
 from functools import partial
@@ -31,6 +32,7 @@ from lightning_tricks import (
     TotalTokens,
 )
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.accounting import recompute_flops_per_token, training_flops_per_token
 from lightning_tricks.cli import load_recipe
 from lightning_tricks.commands import recipes_folder
 from lightning_tricks.commands.check.checks import Checked, layout, model, run_checks
@@ -97,7 +99,7 @@ def test_a_recipe_of_7b_fits_on_eight_gpus_of_80_gb_and_its_time_follows_from_th
 
 WIDE = Llama(vocab_size=512, d_model=128, n_layers=8, n_heads=4, max_seq_len=128)
 # traced once, and not at two depths
-TWO_BLOCKS, THREE_BLOCKS = (dataclasses.replace(WIDE, n_layers=depth) for depth in (2, 3))
+TWO_BLOCKS, THREE_BLOCKS, FIVE = (dataclasses.replace(WIDE, n_layers=depth) for depth in (2, 3, 5))
 
 
 def mine(gigabytes):
@@ -106,7 +108,7 @@ def mine(gigabytes):
 
 def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatch):
     monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 0)
-    whole = planned(WIDE, source=data(8, 128), **mine(1.0))
+    whole = planned(FIVE, source=data(8, 128), **mine(1.0))
     assert whole.fits
     small = mine(0.8 * whole.memory.peak / 1e9)
     device = dataclasses.replace(whole.device, bytes=int(small["gpu_memory_gb"] * 1e9))
@@ -114,9 +116,15 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert plan.fits is False
     changes = changes_that_fit(plan.setup, plan.memory, plan.device.bytes, most=2)
     assert changes[0].options == ("--data.micro_batch_size 4", "--trainer.accumulate_grad_batches 2")
-    assert changes[1].options == ("--model.activation_checkpointing cheap",)
+    (option,) = changes[1].options
+    budget = float(option.removeprefix("--model.activation_checkpointing.budget "))
+    assert 0.5 < budget < 1
     assert changes[1].why == "norms and activations run again, no product does"
-    again = planned(WIDE, {"accumulate_grad_batches": 2}, data(4, 128), **small)
+    module = LanguageModel(FIVE, {"budget": budget}, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+    again = plan_recipe(module, data(8, 128), {"max_steps": 10}, **small)
+    assert again.fits
+    assert again.memory.peak == changes[1].peak
+    again = planned(FIVE, {"accumulate_grad_batches": 2}, data(4, 128), **small)
     assert again.fits
     assert again.memory.peak == changes[0].peak
     lines = report(dataclasses.replace(plan, changes=changes))
@@ -125,6 +133,45 @@ def test_where_it_does_not_fit_each_change_that_is_named_makes_it_fit(monkeypatc
     assert " MiB too much\n  to make it fit      --data.micro_batch_size 4 " in lines
     told = dataclasses.replace(plan, changes=changes, device=dataclasses.replace(device, overhead=7)).as_dict()
     assert [change["peak_bytes"] for change in told["changes"]] == [change.peak + 7 for change in changes]
+
+
+@pytest.mark.parametrize("config", [FIVE, dataclasses.replace(FIVE, n_experts=4, d_expert=64, dense_layers=2)])
+def test_the_curve_of_budgets_is_that_of_their_traces_and_the_largest_that_fits_is_named(config, monkeypatch):
+    def plan(mode="none", gigabytes=1.0, **options):
+        module = LanguageModel(config, mode, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+        return plan_recipe(module, data(8, 128), {"max_steps": 10}, **mine(gigabytes), **options, suggest=False)
+
+    monkeypatch.setattr("lightning_tricks.commands.plan.plan.GPU_OVERHEAD", 7)
+    room = plan({"budget": 0.4}).memory.peak
+    found = plan(gigabytes=(room + 8) / 1e9, budgets=True)
+    curve = {one.budget: one for one in found.budgets}
+    assert (len(curve), curve[1].peak_bytes) == (101, found.memory.peak)
+    for figure, other in itertools.pairwise(found.budgets):
+        assert other.peak_bytes <= figure.peak_bytes
+        assert other.recomputed_fraction >= figure.recomputed_fraction
+    block = (curve[1].peak_bytes - curve[0].peak_bytes) / config.n_layers
+    assert curve[0.4].peak_bytes == pytest.approx(room, abs=block)
+    best = found.largest_budget
+    assert best.budget >= 0.4 - 1.2 / config.n_layers
+    assert best.peak_bytes == plan({"budget": best.budget}).memory.peak <= room
+    assert best.peak_bytes == pytest.approx(curve[best.budget].peak_bytes, abs=block)
+    again = recompute_flops_per_token(config, 128, "causal", {"budget": best.budget})
+    assert best.recomputed_fraction == again / training_flops_per_token(config, 128, "causal") > 0
+    told = found.as_dict()
+    assert told["largest_budget"] == best.budget
+    assert told["budgets"][-1] == {**curve[0]._asdict(), "peak_bytes": curve[0].peak_bytes + 7}
+    text = report(found)
+    line = f"largest budget      activation_checkpointing: {{budget: {best.budget:g}}} fits: "
+    assert line in text.partition("Model")[0]
+    (full,) = re.findall(r"^  0  +[\d.]+ MiB +([\d.]+)%  (.+)$", text, re.M)
+    assert float(full[0]) == round(100 * curve[0].recomputed_fraction, 1)
+    assert full[1].count("#") < full[1].index("|") < 36
+
+
+def test_budgets_of_a_module_that_is_not_ours_are_not_shown():
+    found = plan_recipe(Foreign(), None, {"max_steps": 10, "accelerator": "cpu"}, budgets=True, suggest=False)
+    assert found.memory is not None
+    assert (found.budgets, found.largest_budget) == ((), None)
 
 
 def test_state_that_is_too_large_is_divided_over_more_devices_or_offered_the_hosts_memory():

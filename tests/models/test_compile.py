@@ -59,6 +59,13 @@ def test_one_graph_of_all_blocks_gives_the_same_logits_and_gradients(name, mode,
     torch.testing.assert_close(found, trained(name, compiled="no", n_layers=2))
 
 
+def test_blocks_of_a_budget_share_a_graph_for_each_mode():
+    torch._dynamo.utils.counters.clear()
+    found = trained("llama", compiled="blocks", mode={"budget": 0.4}, n_layers=4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch.testing.assert_close(found, trained("llama", compiled="no", n_layers=4))
+
+
 @pytest.mark.parametrize(("name", "mode"), [("llama", "full"), ("gpt2", "none")])
 def test_one_graph_with_documents_and_autocast(name, mode):
     options = {"documents": True, "autocast": True}

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import repeated_blocks
+from lightning_tricks.accounting.recompute import Mode, modes_of_blocks
 from lightning_tricks.models import GPT2, Decoder, Llama
-from lightning_tricks.parallel.activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, Mode, checkpoint_block
+from lightning_tricks.parallel.activation_checkpointing import ATTENTION_OPS, LINEAR_OPS, checkpoint_block
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
 CONFIGS = {"llama": Llama(**SHAPE, n_kv_heads=2), "gpt2": GPT2(**SHAPE)}
@@ -39,12 +40,11 @@ class Watch(TorchDispatchMode):
                 self.storages.append(weakref.ref(tensor.untyped_storage()))
         return out
 
-    def bytes_alive(self, model):
-        """Of other storages than those of the weights, of which there are views."""
+    def bytes_alive(self, without=()):
         gc.collect()
         alive = {storage.data_ptr(): storage.nbytes() for ref in self.storages if (storage := ref()) is not None}
-        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        return sum(size for key, size in alive.items() if key not in own)
+        own = {tensor.untyped_storage().data_ptr() for tensor in without}
+        return sum(size for address, size in alive.items() if address not in own)
 
 
 @functools.cache
@@ -52,12 +52,12 @@ def measured(name, mode, fused=False):
     """Bytes the blocks keep, what the backward pass ran again, and the gradients."""
     torch.manual_seed(0)
     decoder = Decoder(CONFIGS[name])
-    decoder.set_activation_checkpointing(mode)
     decoder.fuse_projections(fused)
+    decoder.set_activation_checkpointing(mode)
     input_ids = torch.randint(61, (2, 32))
     with Watch() as forward:
         loss = decoder(input_ids).float().square().mean()
-    kept = forward.bytes_alive(decoder)
+    kept = forward.bytes_alive(decoder.parameters())
     with Watch() as backward:
         loss.backward()
     return kept, backward, {name: p.grad for name, p in decoder.named_parameters()}
@@ -103,6 +103,28 @@ def test_gradients_are_bitwise_those_without(name, fused):
     for mode in ("cheap", "selective", "full"):
         _, _, found = measured(name, mode, fused)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.6, 0.85])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_budget_mixes_the_modes_and_gradients_are_bitwise_those_without(name, budget, fused):
+    _, _, expected = measured(name, "none", fused)
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIGS[name])
+    decoder.fuse_projections(fused)
+    decoder.set_activation_checkpointing({"budget": budget})
+    input_ids = torch.randint(61, (2, 32))
+    with Watch() as forward:
+        loss = decoder(input_ids).float().square().mean()
+    modes = [block.checkpointing for block in decoder.blocks]
+    assert len(set(modes)) == 2
+    assert modes == modes_of_blocks(CONFIGS[name], {"budget": budget}, 32, fused)
+    # each block keeps what it keeps beside others of its mode; a block that keeps all has the mask of the causal rows
+    kept = forward.bytes_alive(decoder.parameters())
+    assert kept == pytest.approx(sum(measured(name, mode, fused)[0] for mode in modes) / 3, rel=0.01)
+    loss.backward()
+    torch.testing.assert_close({name: p.grad for name, p in decoder.named_parameters()}, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -31,6 +31,7 @@ class PlanOptions:
         gpu_memory_gb: 10^9 bytes of a device, in place of the table's.
         peak_tflops: dense, in the run's precision, in place of the table's.
         link_gb: GB/s of a GPU to the others of its host, one direction, in place of the table's.
+        budgets: trace a LanguageModel with every mode of activation checkpointing too, and show what budgets take.
 
     Raises:
         UsageError: a number out of its range.
@@ -45,6 +46,7 @@ class PlanOptions:
     gpu_memory_gb: float | None = None
     peak_tflops: float | None = None
     link_gb: float | None = None
+    budgets: bool = False
 
     def __post_init__(self) -> None:
         for name in ("devices", "nodes", "network_gbits", "gpu_memory_gb", "peak_tflops", "link_gb"):

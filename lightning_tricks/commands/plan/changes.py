@@ -1,12 +1,14 @@
 """Changes to a recipe that make its step fit into a device's memory, the cheapest first; each is traced before."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, get_args
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.accounting.flops import recompute_flops_per_token, training_flops_per_token
+from lightning_tricks.accounting.flops import training_flops_per_token
+from lightning_tricks.accounting.recompute import Mode, modes_of_blocks, recompute_flops_per_token
 from lightning_tricks.commands.plan.memory import traced_memory
 from lightning_tricks.commands.plan.memory_trace import StepMemory
 from lightning_tricks.commands.plan.setup import RunSetup
@@ -15,6 +17,7 @@ from lightning_tricks.strategies import FSDP2Strategy
 
 NAMED = 3  # changes that are looked for
 _MOST_NODES = 1024
+_TRIES = 3  # budgets that are traced, where the largest one of the curve does not fit after all
 _STATE = ("weights", "averages", "gradients", "optimizer state")
 
 
@@ -33,6 +36,14 @@ class Change:
     peak: int
 
 
+class Budget(NamedTuple):
+    """What a budget of activation checkpointing takes: bytes of a device, and FLOPs as a share of the step's."""
+
+    budget: float
+    peak_bytes: int
+    recomputed_fraction: float
+
+
 class _Candidate(NamedTuple):
     options: tuple[str, ...]
     why: str
@@ -44,15 +55,18 @@ class _Candidate(NamedTuple):
         return self.options[0].split()[0]
 
 
-def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED) -> tuple[Change, ...]:
+def changes_that_fit(
+    setup: RunSetup, memory: StepMemory, room: int, most: int = NAMED, curve: Sequence[Budget] = ()
+) -> tuple[Change, ...]:
     """At most `most` changes, each of another kind, with which the peak takes at most `room` bytes.
 
-    First those that need no more devices, then more devices, if need be with all that saves activations.
+    First those that need no more devices, then more devices, if need be with all that saves activations. `curve` is
+    that of the setup's budgets, if it is known.
     """
     state = max(sum(lines.get(line, 0) for line in _STATE) for lines in memory.instants.values())
     found: list[Change] = []
     kinds: set[str] = set()
-    for candidate in _candidates(setup, memory, state, room):
+    for candidate in _candidates(setup, memory, state, room, curve):
         if candidate.kind in kinds:
             continue  # a smaller one of that kind fits, and costs less
         try:
@@ -69,10 +83,12 @@ def changes_that_fit(setup: RunSetup, memory: StepMemory, room: int, most: int =
     return tuple(found)
 
 
-def _candidates(setup: RunSetup, memory: StepMemory, state: int, room: int) -> Iterator[_Candidate]:
+def _candidates(
+    setup: RunSetup, memory: StepMemory, state: int, room: int, curve: Sequence[Budget]
+) -> Iterator[_Candidate]:
     if state < room:  # else nothing that saves activations alone can help
         yield from _smaller_micro_batches(setup)
-        yield from _checkpointing(setup)
+        yield from _checkpointing(setup, curve, room)
     if setup.is_ours and setup.weights_dtype.itemsize > 2:
         yield _Candidate(
             ("--trainer.plugins '[BF16True]'",),
@@ -137,22 +153,50 @@ def _smaller_micro_batches(setup: RunSetup) -> Iterator[_Candidate]:
         )
 
 
-def _checkpointing(setup: RunSetup) -> Iterator[_Candidate]:
-    modes = ("none", "cheap", "selective", "full")
-    if not setup.is_ours:
+def _checkpointing(setup: RunSetup, curve: Sequence[Budget], room: int) -> Iterator[_Candidate]:
+    if not setup.is_ours or setup.module.activation_checkpointing == "full":
         return
-    for mode in modes[modes.index(setup.module.activation_checkpointing) + 1 :]:
+    for one in [one for one in curve or budget_curve(setup) if one.peak_bytes <= room][:_TRIES]:
+        again = one.recomputed_fraction
         yield _Candidate(
-            (f"--model.activation_checkpointing {mode}",),
-            _again(setup, mode),
-            setup.changed(activation_checkpointing=mode),
+            (f"--model.activation_checkpointing.budget {one.budget:g}",),
+            f"{again:.0%} more products" if again else "norms and activations run again, no product does",
+            setup.changed(activation_checkpointing={"budget": one.budget}),
         )
 
 
-def _again(setup: RunSetup, mode: Any) -> str:
-    """What checkpointing computes twice, as a share of the products."""
-    if mode == "cheap":
-        return "norms and activations run again, no product does"
-    config, length = setup.module.config, setup.length
-    again = recompute_flops_per_token(config, length, "causal", mode, setup.module.fused_projections)
-    return f"{again / training_flops_per_token(config, length, 'causal'):.0%} more products"
+def budget_curve(setup: RunSetup) -> tuple[Budget, ...]:
+    """The budgets 1, 0.99, ... 0 of a LanguageModel. All four modes are traced, and their lines joined.
+
+    Of the modes of a budget's blocks, activations are the mean by the number of blocks, and each other line is the
+    largest one. So a peak is about one block too large at most, or too small where the last block keeps least.
+    """
+    traced = {mode: traced_memory(setup.changed(activation_checkpointing=mode)) for mode in get_args(Mode)}
+    config, length, found = setup.module.config, setup.length, list[Budget]()
+    fused = setup.module.fused_projections
+    for budget in (percent / 100 for percent in range(100, -1, -1)):
+        counts = Counter(modes_of_blocks(config, {"budget": budget}, config.max_seq_len, fused))
+        again = recompute_flops_per_token(config, length, "causal", {"budget": budget}, fused)
+        peak = _peak({mode: traced[mode] for mode in counts}, counts)
+        found.append(Budget(budget, peak, again / training_flops_per_token(config, length, "causal")))
+    return tuple(found)
+
+
+def _peak(traced: Mapping[Mode, StepMemory], counts: Mapping[Mode, int]) -> int:
+    """The peak of blocks of several modes."""
+    sizes, blocks = [], sum(counts.values())
+    for instant in next(iter(traced.values())).instants:
+        lines = {mode: memory.instants.get(instant, {}) for mode, memory in traced.items()}
+        kept = sum(own.get("activations", 0) * counts[mode] for mode, own in lines.items()) // blocks
+        others = set().union(*lines.values()) - {"activations"}
+        sizes.append(kept + sum(max(own.get(name, 0) for own in lines.values()) for name in others))
+    return max(sizes)
+
+
+def largest_budget(setup: RunSetup, curve: Sequence[Budget], room: int) -> Budget | None:
+    """The largest budget whose own trace takes at most `room` bytes, with the peak of this trace."""
+    for one in [one for one in curve if one.peak_bytes <= room][:_TRIES]:
+        peak = traced_memory(setup.changed(activation_checkpointing={"budget": one.budget})).peak
+        if peak <= room:
+            return one._replace(peak_bytes=peak)
+    return None

@@ -125,6 +125,7 @@ def traces_of(setup: RunSetup) -> list[Callable[[], Any]]:
             for one in (partial(layers_held, setup, rank), partial(_trace_or_refuse, setup, None, rank))
         ]
     deep = setup.is_ours and setup.blocks_alike and setup.module.config.n_layers > DEPTHS[1]
+    deep = deep and isinstance(setup.module.activation_checkpointing, str)  # a budget has several modes
     deep = deep and getattr(setup.module.config, "dense_layers", 0) < DEPTHS[0]  # so that a mixture is added
     return [partial(_trace_or_refuse, setup, depth) for depth in (DEPTHS if deep else (None,))]
 

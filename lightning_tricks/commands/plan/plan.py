@@ -14,7 +14,7 @@ from lightning_tricks.accounting.device_speed import measure_peak_flops
 from lightning_tricks.accounting.flops import matmul_parameters, training_flops_per_token
 from lightning_tricks.accounting.gpus import GPU, GPUS, find_gpu, link_of
 from lightning_tricks.commands.plan import PlanOptions
-from lightning_tricks.commands.plan.changes import Change, changes_that_fit
+from lightning_tricks.commands.plan.changes import Budget, Change, budget_curve, changes_that_fit, largest_budget
 from lightning_tricks.commands.plan.fake_cluster import at_once
 from lightning_tricks.commands.plan.memory import UNTRACEABLE, WholeModel, at_full_depth, traces_of, whole_model
 from lightning_tricks.commands.plan.memory_trace import StepMemory
@@ -74,6 +74,8 @@ class MemoryPlan:
         links: between devices.
         warnings: lines on settings that look wrong.
         changes: that make it fit, cheapest first; empty where it fits.
+        budgets: of activation checkpointing, from 1 to 0, where they were asked for.
+        largest_budget: that fits; None: none does, or none was asked for.
     """
 
     setup: RunSetup
@@ -91,6 +93,8 @@ class MemoryPlan:
     links: "Links"
     warnings: Sequence[str]
     changes: Sequence[Change]
+    budgets: Sequence[Budget] = ()
+    largest_budget: Budget | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -162,6 +166,8 @@ class MemoryPlan:
             **{name: getattr(self, name) for name in figures},
             "warnings": list(self.warnings),
             "changes": [{"options": list(c.options), "why": c.why, "peak_bytes": c.peak + own} for c in self.changes],
+            "budgets": [one._replace(peak_bytes=one.peak_bytes + own)._asdict() for one in self.budgets],
+            "largest_budget": self.largest_budget and self.largest_budget.budget,
         }
 
 
@@ -213,10 +219,13 @@ def plan_recipe(
         changes=(),
     )
     room = device.bytes - device.overhead
+    curve = budget_curve(setup) if options.budgets and memory is not None and setup.is_ours else ()
+    largest = largest_budget(setup, curve, room)
     changes: tuple[Change, ...] = ()
     if suggest and memory is not None and not plan.fits and room > 0:  # else nothing fits beside the overhead
-        changes = changes_that_fit(setup, memory, room)
-    return dataclasses.replace(plan, warnings=warnings_of(plan), changes=changes)
+        changes = changes_that_fit(setup, memory, room, curve=curve)
+    warnings = warnings_of(plan)
+    return dataclasses.replace(plan, warnings=warnings, changes=changes, budgets=curve, largest_budget=largest)
 
 
 def _whole_and_parameters(setup: RunSetup) -> tuple[WholeModel, dict[str, int]]:

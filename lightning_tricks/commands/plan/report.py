@@ -8,11 +8,14 @@ from lightning_tricks.logs.table import size_text
 from lightning_tricks.monitors.goodput_monitor import duration
 
 _LEAST = 1e-3  # share of the peak below which a line is not shown
+_BAR = 36  # columns of the largest peak
 
 
 def report(plan: MemoryPlan) -> str:
     """The lines of a plan."""
     lines = [*_verdict(plan), "", *_model(plan), "", *_memory(plan), "", *_time(plan)]
+    if plan.budgets:
+        lines += ["", *_budgets(plan)]
     if plan.whole.traffic:
         lines += ["", *_traffic(plan)]
     if plan.warnings:
@@ -38,6 +41,10 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
         yield _row("", f"{size_text(change.peak + plan.device.overhead)}; {change.why}")
     if plan.fits is False and not plan.changes:
         yield _row("to make it fit", "no single change of this recipe does: take a smaller model, or more memory")
+    if best := plan.largest_budget:
+        size, again = size_text(best.peak_bytes + plan.device.overhead), best.recomputed_fraction
+        fits = f"{{budget: {best.budget:g}}} fits: {size}, {again:.1%} of the FLOPs computed again"
+        yield _row("largest budget", f"activation_checkpointing: {fits}")
     if plan.hours is None:
         yield _row("time", "not known, as the tokens or the speed of the run are not")
     else:
@@ -90,6 +97,17 @@ def _memory(plan: MemoryPlan) -> Iterator[str]:
         yield _row("host memory", f"{size_text(plan.host_bytes)} for {setup.devices} processes, each: {parts}")
     for note in plan.memory.notes:
         yield _row("note", note)
+
+
+def _budgets(plan: MemoryPlan) -> Iterator[str]:
+    yield "Budgets of activation checkpointing: peak, and FLOPs computed again; | is the device's memory"
+    scale = _BAR / (plan.budgets[0].peak_bytes + plan.device.overhead)
+    mark = round(scale * plan.device.bytes)
+    for one in plan.budgets[::10]:
+        size = one.peak_bytes + plan.device.overhead
+        bar = "#" * round(scale * size)
+        bar = f"{bar[:mark]:<{mark}}|{bar[mark + 1 :]}" if mark < _BAR else bar
+        yield _row(f"{one.budget:g}", f"{size_text(size):>11}  {one.recomputed_fraction:6.1%}  {bar}")
 
 
 def _time(plan: MemoryPlan) -> Iterator[str]:

@@ -24,7 +24,7 @@ from lightning_tricks.checkpoints.record import record_of
 from lightning_tricks.optim.clip import clip_parameters_by_norm
 from lightning_tricks.optim.limits import refuse_limits
 from lightning_tricks.parallel import shard
-from lightning_tricks.parallel.activation_checkpointing import Mode, check_mode
+from lightning_tricks.parallel.activation_checkpointing import Mode
 from lightning_tricks.parallel.agreement import broadcast, on_all_ranks, on_rank_0
 from lightning_tricks.parallel.context import Method, check_length
 from lightning_tricks.parallel.dims import Mesh, ParallelDims
@@ -156,7 +156,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
-        self.activation_checkpointing = check_mode(activation_checkpointing)
+        self.activation_checkpointing: Mode = activation_checkpointing or "none"
+        check_choice("activation_checkpointing", self.activation_checkpointing, Mode)
         self.compile_blocks = compile_blocks
         self.init_on_rank_0 = init_on_rank_0
         self._tensor_ranks_unchecked = False

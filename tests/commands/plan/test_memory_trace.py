@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from parallel.test_activation_checkpointing import Watch
 from torch import nn
 
 from lightning_tricks import GPT2, Llama
@@ -97,6 +98,18 @@ def test_what_is_kept_for_the_backward_pass_is_what_saved_tensor_hooks_count(bui
     real = really_kept(build(2))
     tables = kept - real  # rope tables, ids and a few numbers are made in the step, and kept by nobody else
     assert abs(tables) <= 0.05 * real
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.5, 0.75, 1.0])
+def test_activations_of_a_budget_are_the_storages_that_a_real_forward_pass_leaves(budget):
+    build = partial(decoder, mode={"budget": budget}, n_kv_heads=1)
+    lines = traced(build, 4).instants[LOSS]
+    module = build(4)
+    with Watch() as forward:
+        loss = loss_of(module)
+    assert loss.requires_grad
+    real = forward.bytes_alive(without=[*module.parameters(), *module.buffers()])
+    assert real == pytest.approx(lines["activations"] + lines["head and loss"], rel=0.01)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])  # Lightning drops those of the last step after the forward pass
