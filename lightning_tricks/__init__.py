@@ -8,6 +8,7 @@ commands, recipes and classes by their use.
 # No other imports: `python -m` still has the current folder first here, see `_import_path`.
 import importlib
 import os
+import sys
 
 __version__ = "0.1.0"
 
@@ -32,3 +33,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if not sys.modules.keys().isdisjoint(("lightning.pytorch", "pytorch_lightning")):
+    importlib.import_module("lightning_tricks._trainer.lightning")  # for `Trainer(strategy="fsdp2")`

@@ -203,6 +203,41 @@ def test_the_collection_builds_on_the_package_that_the_program_imported(tmp_path
     assert "norm" in out
 
 
+NAMED = """
+import sys
+import pytorch_lightning as pl
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
+import lightning_tricks
+
+assert not any(name.startswith("lightning_tricks.strategies") for name in sys.modules)
+if "short" in sys.argv:
+    sys.argv.remove("short")
+    from lightning_tricks import callbacks, precision
+quiet = {"accelerator": "cpu", "max_steps": 2, "logger": False, "enable_checkpointing": False}
+cli = LightningCLI(BoringModel, BoringDataModule, trainer_defaults=quiet, save_config_callback=None)
+parts = [cli.trainer.strategy, cli.trainer.precision_plugin, *cli.trainer.callbacks]
+print("PARTS", cli.trainer.global_step, *(type(part).__name__ for part in parts))
+"""
+
+
+@pytest.mark.long
+def test_a_plain_lightning_cli_takes_strategies_by_name_and_classes_by_short_names_once_they_are_imported(tmp_path):
+    def parts(*words: str) -> list[str]:
+        words = ["fit", *words]
+        run = subprocess.run(
+            [python("pytorch_lightning"), "-c", NAMED, *words], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        return next(line for line in run.stdout.splitlines() if line.startswith("PARTS")).split()[1:]
+
+    strategy = ["--trainer.strategy=fsdp2", "--trainer.devices=1"]
+    *found, _ = parts(*strategy, "--trainer.callbacks=lightning_tricks.GradNormMonitor")
+    assert found[:4] == ["2", "FSDP2Strategy", "Precision", "GradNormMonitor"]
+    found = parts("short", "--trainer.plugins=BF16Mixed", "--trainer.callbacks=StepGuard")
+    assert found[:4] == ["2", "SingleDeviceStrategy", "BF16Mixed", "StepGuard"]
+
+
 @pytest.mark.long
 def test_monitors_of_one_package_work_under_the_trainer_of_the_other(tmp_path):
     option = "enable_progress_bar=False,"  # a bar of the other package is not known as one

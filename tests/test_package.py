@@ -173,6 +173,12 @@ def test_a_wrong_choice_is_refused(monkeypatch):
         _lightning._choose()
 
 
+@pytest.mark.parametrize(("name", "class_name"), _lightning.STRATEGY_NAMES.items())
+def test_a_trainer_takes_our_strategies_by_name(name, class_name):
+    trainer = _lightning.pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    assert type(trainer.strategy) is getattr(lightning_tricks, class_name)
+
+
 @pytest.mark.long
 def test_our_mixins_and_precision_run_under_a_pytorch_lightning_trainer():
     code = """

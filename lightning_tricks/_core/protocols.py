@@ -4,7 +4,7 @@ A module, data module, precision plugin, callback or optimizer needs none of the
 whoever wrote it: its FLOPs are not counted but asked for, its checkpoint is saved in its own way.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -70,8 +70,9 @@ class HasExperts(Protocol):
         exchange: None, or to be called with these two and `experts` in its place, see `ExpertExchange`.
     """
 
-    experts: Any
-    exchange: Any
+    if TYPE_CHECKING:  # from Python 3.12 on, `isinstance` finds no submodule such as `experts`
+        experts: Any
+        exchange: Any
 
     def sent_between_expert_ranks(self) -> int:
         """Elements of the rows that are sent for a token, there and back."""

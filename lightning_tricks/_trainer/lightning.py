@@ -3,6 +3,8 @@
 The two packages hold the same code, but a Trainer of one refuses plugins and strategies of the other. So we follow the
 program: the package that it has imported already, `lightning` if it has imported neither or both. The environment
 variable `LIGHTNING_TRICKS_BACKEND` (`lightning` or `pytorch_lightning`) forces the choice.
+
+Its Trainer takes our strategies by the names of `STRATEGY_NAMES`, too.
 """
 
 import importlib
@@ -10,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._core.errors import OneLineWarning, UsageError
@@ -38,6 +41,17 @@ if TYPE_CHECKING:
 else:
     pl = importlib.import_module(_PACKAGES[BACKEND])
     rank_zero_only = pl.utilities.rank_zero_only
+
+# `Trainer(strategy="fsdp2")` imports the class when it makes one.
+STRATEGY_NAMES = {"fsdp2": "FSDP2Strategy", "deepspeed_zero": "DeepSpeedZeROStrategy"}
+
+
+def _make_strategy(class_name: str, **options: Any) -> Any:
+    return getattr(importlib.import_module("lightning_tricks"), class_name)(**options)
+
+
+for _name, _class_name in STRATEGY_NAMES.items():
+    pl.strategies.StrategyRegistry.register(_name, partial(_make_strategy, _class_name), override=True)
 
 Trainer = pl.Trainer
 Module = pl.LightningModule  # as short as this, the signature of most hooks fits on a line

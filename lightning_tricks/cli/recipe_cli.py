@@ -24,7 +24,7 @@ from lightning_tricks._core.replaced import replaced
 from lightning_tricks._host.exit import end_within
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
-from lightning_tricks._trainer.objects import folder_of_run
+from lightning_tricks._trainer.objects import folder_of_run, is_a
 from lightning_tricks.callbacks import PredictionWriter, Preemption, RankMonitor, TrainingProgressBar
 from lightning_tricks.checkpoints import AtomicCheckpointIO
 from lightning_tricks.cli.before_launch import check_before_launch
@@ -293,6 +293,9 @@ class RecipeCLI(lightning_cli.LightningCLI):
         except Preempted as stop:
             if trainer.is_global_zero and stop.checkpoint:
                 say(go_on(trainer, self._options(), stop.checkpoint), file=sys.stderr)
+            raise
+        except SystemExit as stop:  # Lightning 2.6's on SIGTERM says success; later releases, 143
+            stop.code = 143 if is_a(stop, "SIGTERMException") else stop.code
             raise
         finally:
             clear_choice()

@@ -30,7 +30,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._core.terminal import terminal_columns, wrapped
 from lightning_tricks._host.import_path import name_modules
-from lightning_tricks._trainer.lightning import pl
+from lightning_tricks._trainer.lightning import STRATEGY_NAMES, pl
 from lightning_tricks.cli.error_lines import one_line, parse_message
 from lightning_tricks.cli.help import HelpAction
 from lightning_tricks.mixins._plain_settings import subclasses
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:
     lightning_cli = importlib.import_module(f"{pl.__name__}.cli")
 
-ALIASES = {"WSD": "WarmupStableDecay"}
+ALIASES = {"WSD": "WarmupStableDecay", **STRATEGY_NAMES}
 PACKAGE_ORDER = ("lightning_tricks", "torch", "lightning", "pytorch_lightning")  # of classes with one name
 PARSER_MODE = "recipe"  # jsonargparse's word for the language that a parser reads
 _BESIDE_CLASS_PATH = {"class_path", "init_args", "dict_kwargs", "<<"}

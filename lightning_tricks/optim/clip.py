@@ -14,6 +14,7 @@ from lightning_tricks._core.tensors import OverStages
 __all__ = ["clip_grad_norm"]
 
 _HALF = (torch.bfloat16, torch.float16)
+_DTYPE_IS_TAKEN_FOR_DIM = torch.__version__ >= "2.14"  # of torch._foreach_norm on DTensors; tried with 2.13 and 2.14.1
 
 
 @torch.no_grad()
@@ -163,7 +164,11 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     for dtype in {tensor.dtype for tensor in tensors}:
         own = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         wide = torch.float32 if dtype in _HALF else None
-        norms |= zip(own, torch._foreach_norm([tensors[index] for index in own], dtype=wide), strict=True)
+        same = [tensors[index] for index in own]
+        if wide is not None and _DTYPE_IS_TAKEN_FOR_DIM and hasattr(same[0], "device_mesh"):
+            norms |= {index: torch.linalg.vector_norm(tensors[index], dtype=wide) for index in own}
+        else:
+            norms |= zip(own, torch._foreach_norm(same, dtype=wide), strict=True)
     return torch.stack([norms[index].to(tensors[0].device) for index in range(len(tensors))])
 
 

@@ -1,5 +1,6 @@
 """The command line: help and lists answer without torch; includes, overrides, checkpoints. Mistakes are in cli/."""
 
+import signal
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from cli.wrong_inputs import SMALL
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.cli import RecipeCLI, load_recipe, recipe_cli
 from lightning_tricks.commands import cp, prepare, recipes_folder
+from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import GPT2, Llama
 
 TINY = recipes_folder() / "tiny.yaml"
@@ -89,6 +91,20 @@ def test_fit_alone_says_the_seed(command, says, tmp_path, monkeypatch, caplog):
     RecipeCLI(args=args)
     assert torch.initial_seed() == 7
     assert ("Seed set to 7" in caplog.messages) == says
+
+
+def test_sigterm_ends_an_evaluation_with_143_with_every_lightning(tmp_path, monkeypatch):
+    """Lightning 2.6 ends it with 0, which a scheduler takes for a finished one."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(" ".join(str(number**3) for number in range(2000)))
+    Path("small.yaml").write_text(SMALL)
+    stop = lambda self, *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(LanguageModel, "on_validation_batch_end", stop)
+    with pytest.raises(SystemExit) as stopped:
+        RecipeCLI(
+            args=["validate", "--config", "small.yaml", "--ckpt_path", "none", "--trainer.limit_val_batches", "2"]
+        )
+    assert (type(stopped.value).__name__, stopped.value.code) == ("SIGTERMException", 143)
 
 
 @pytest.mark.usefixtures("shared_parser", "no_hyper_parameters")

@@ -1,6 +1,8 @@
 """A mixture of experts equals those of transformers, and no micro-batch, mode or validation changes what it learns."""
 
+import inspect
 import re
+import typing
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.protocols import CountsInBackward, HasExperts
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.models.decoder import MLP
 from lightning_tricks.models.moe import Mixture, take_loads
@@ -250,3 +253,12 @@ def test_tensor_ranks_and_parts_of_rows_are_refused_in_one_line(option):
     if option == "n_experts":
         with pytest.raises(UsageError, match=r"^mesh.context: decoder.sequence_balance_weight=0.01 needs whole rows"):
             decoder.check_context_parallel()
+
+
+@pytest.mark.parametrize(("part", "protocol"), [("", HasExperts), ("router", CountsInBackward)])
+def test_a_mixture_has_all_that_isinstance_asks_for_on_each_python(part, protocol):
+    """From Python 3.12 on, it finds no submodule, buffer or parameter: they are in no dict that it looks at."""
+    module = mixture().get_submodule(part)
+    for name in typing._get_protocol_attrs(protocol):
+        inspect.getattr_static(module, name)
+    assert isinstance(module, protocol)

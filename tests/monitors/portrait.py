@@ -154,9 +154,14 @@ def process(others: Container[threading.Thread]) -> dict[str, Any]:
         "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
         "logging": (logging.root.level, logging.root.manager.disable),
         "threads": threads(others),
-        **{f"attributes of {cls.__qualname__}": dict(vars(cls)) for cls in PATCHABLE_CLASSES},
+        **{f"attributes of {cls.__qualname__}": attributes(cls) for cls in PATCHABLE_CLASSES},
         **{f"functions of {name}": {n: f for n, f in known.items() if callable(f)} for name, known in modules.items()},
     }  # fmt: skip
+
+
+def attributes(cls: type) -> dict[str, Any]:
+    """Those of a class, without the empty annotations that Python 3.12 adds at `isinstance` with a protocol."""
+    return {name: value for name, value in vars(cls).items() if value or name != "__annotations__"}
 
 
 def threads(others: Container[threading.Thread]) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import clip_grad_norm, clip_grad_value, grad_norms_of
+from lightning_tricks.optim import clip, clip_grad_norm, clip_grad_value, grad_norms_of
 
 
 def parameters(*grads):
@@ -140,3 +140,15 @@ def sparse():
 def test_what_cannot_be_clipped_is_refused(call, words):
     with pytest.raises(UsageError, match=words):
         call()
+
+
+def test_the_norm_of_half_shards_is_in_fp32_where_torch_takes_the_dtype_for_a_dimension(monkeypatch):
+    """torch 2.14.1, `_foreach_norm(..., dtype=...)` of DTensors: TypeError: '>=' not supported."""
+    gradients = [torch.full((3000,), 0.01, dtype=torch.bfloat16), torch.ones(4, 4, dtype=torch.float16)]
+    expected = clip._norms(gradients)
+    monkeypatch.setattr(clip, "_DTYPE_IS_TAKEN_FOR_DIM", True)
+    monkeypatch.setattr(torch, "_foreach_norm", None)
+    for gradient in gradients:
+        gradient.device_mesh = "of a DTensor"
+    torch.testing.assert_close(clip._norms(gradients), expected)
+    assert expected.dtype == torch.float32
