@@ -75,7 +75,7 @@ def convert_by_torchao(block: nn.Module) -> None:
     convert_to_float8_training(block)
 
 
-def counted(tokens: int) -> dict[str, float]:
+def counted() -> dict[str, float]:
     """Of the graphs since the last call: kernels and their bytes, and products."""
     kernels = [(node, 4 * count) for node, count in metrics.nodes_num_elem]
     own = [
@@ -113,9 +113,9 @@ def run(name: str, fused: bool) -> dict[str, Any]:
         before = torch.cuda.memory_allocated()
         out = block(x, cos, sin)
     kept = torch.cuda.memory_allocated() - before - out.nbytes
-    forward = counted(TOKENS)
+    forward = counted()
     out.backward(torch.randn_like(out))
-    row = {"form": name, "fused": fused, "forward": forward, "backward": counted(TOKENS)}
+    row = {"form": name, "fused": fused, "forward": forward, "backward": counted()}
     del block, x, out
     gc.collect()
     return {**row, "mib_for_backward": round(kept / 2**20, 1)}
@@ -126,17 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = Path(__file__).parent / "results" / f"fp8-traffic-{machine.today()}.json"
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_traffic", description=__doc__)
     parser.add_argument("forms", nargs="*", help=f"of bf16, torchao, {', '.join(OURS)}; default: all")
-    parser.add_argument("--out", type=Path, default=default, help="JSON file")
+    parser.add_argument("--out", type=Path, default=default, help="JSON file; rows that it holds already are kept")
     options = parser.parse_args(arguments)
     torch._logging.set_logs(inductor_metrics=True)  # has Inductor count
     torch._inductor.config.force_disable_caches = True
-    rows = []
+    shape = {"d_model": D_MODEL, "d_ff": D_FF, "n_heads": N_HEADS, "tokens": TOKENS, "length": LENGTH}
+    result = {"versions": machine.describe()["versions"], "block": shape, "rows": []}
+    if options.out.exists():
+        result = json.loads(options.out.read_text(encoding="utf-8"))
+    done = {(row["form"], row["fused"]) for row in result["rows"]}
     for name in options.forms or ["bf16", "torchao", *OURS]:
         for fused in (False,) if name == "torchao" else (False, True):
-            rows.append(run(name, fused))
-            print(json.dumps(rows[-1]))
-    shape = {"d_model": D_MODEL, "d_ff": D_FF, "n_heads": N_HEADS, "tokens": TOKENS, "length": LENGTH}
-    write(options.out, {"versions": machine.describe()["versions"], "block": shape, "rows": rows})
+            if (name, fused) in done:
+                continue
+            result["rows"].append(run(name, fused))
+            write(options.out, result)
+            print(json.dumps(result["rows"][-1]))
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ class Float8(pl.plugins.Precision):
             torchao = _load_torchao(self.recipe)
             theirs = torchao.template(self.recipe, self.emulate)
             for layer in divided:
-                name = layer.fp8_name
+                name: Any = layer.fp8_name
                 revert(layer)
                 convert(layer, name, self._settings, theirs)
         gathered = []

@@ -32,7 +32,7 @@ class AmaxHistory:
         self._unused = torch.zeros(2, device=device)
         self._scales = torch.ones(len(layers), 4, device=device)  # of which two pad: compilers want 16 bytes
         for layer in self._layers:
-            layer.amaxes = torch.zeros(2, device=device, requires_grad=True)  # type: ignore[assignment]
+            layer.amaxes = torch.zeros(2, device=device, requires_grad=True)
 
     def record(self) -> None:
         """Take the magnitudes that the backward pass has left. A step that was not finite leaves none."""
@@ -43,7 +43,7 @@ class AmaxHistory:
         self._current = torch.maximum(self._current, amaxes.nan_to_num(nan=0.0, posinf=0.0))
         self._recorded = True
         for layer in self._layers:
-            layer.amaxes.grad = None  # type: ignore[union-attr]
+            layer.amaxes.grad = None
 
     def end_step(self, *_: Any) -> None:
         """After an optimizer step: the window goes on, over the magnitudes of all ranks."""
@@ -89,7 +89,7 @@ class AmaxHistory:
         for column, dtype in enumerate((E4M3, E5M2)):
             self._scales[:, column] = scale_for(amaxes[:, column], dtype)
         for layer, scales in zip(self._layers, self._scales, strict=True):
-            layer.scales = scales[:2]  # type: ignore[assignment]
+            layer.scales = scales[:2]
 
 
 class KeptWeights:
@@ -142,7 +142,7 @@ class KeptWeights:
         self._seen = [None] * len(self._groups)
         for layers in self._groups:
             for layer in layers:
-                layer.kept = layer.kept_together = None  # type: ignore[assignment]
+                layer.kept = layer.kept_together = None
 
     def _give(self, layers: Sequence[nn.Linear], kept: KeptWeight) -> None:
         sizes = [layer.out_features for layer in layers]

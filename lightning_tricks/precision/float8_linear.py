@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -191,7 +191,7 @@ class _Products(torch.autograd.Function):
         # One by one: Inductor would write gradients that lie side by side in a pass of its own, with what they are
         # computed from read again: 40 % more bytes in the backward pass of a block than by a sum of products.
         grads8 = [_cast(grad, scale, E5M2, scales is not None) for grad in grads]
-        grad_x, grad_weights = None, [None] * len(weights)
+        grad_x, grad_weights = None, cast(list[Tensor | None], [None] * len(weights))
         if ctx.needs_input_grad[0]:
             if columns is None:
                 parts, weight_scale = cast_weights(weights)
@@ -205,7 +205,7 @@ class _Products(torch.autograd.Function):
         for number, grad8 in enumerate(grads8):
             if ctx.needs_input_grad[7 + number]:
                 grad_weights[number] = _mm(grad8.t(), scale, x8, x_scale, grads[0].dtype, ctx.emulate)
-        grad_amaxes = torch.stack([x_amax.float(), amax.float()]) if ctx.records else None
+        grad_amaxes = None if amax is None or not ctx.records else torch.stack([x_amax.float(), amax.float()])
         return grad_x, grad_amaxes, None, None, None, None, None, *grad_weights
 
 
@@ -265,7 +265,7 @@ def _mm(
     )
 
 
-def pays(recipe: str) -> Callable[[nn.Linear, str], bool]:
+def pays(recipe: str) -> Callable[[Any, str], bool]:
     """Whether a layer is large enough to be faster in fp8: torchao's rule, from tables that were measured on an H100.
 
     torchao has one for `tensorwise` and one for `rowwise`; the other recipes scale parts of a row too.

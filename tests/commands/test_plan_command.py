@@ -346,6 +346,12 @@ def test_mxfp8_is_counted_as_bf16_and_a_note_says_so():
     assert note.startswith("mxfp8's layers are counted as in bf16")
 
 
+def test_kept_fp8_weights_are_named_in_a_note():
+    settings = {"plugins": [fp8(keep_fp8_weights=True)], "max_steps": 10}
+    (note,) = planned(TWO_BLOCKS, settings, data(2, 128)).memory.notes
+    assert note.startswith("keep_fp8_weights: its 2 bytes")
+
+
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():
     module = LanguageModel(TINY, optimizer=lambda groups: schedulefree.AdamWScheduleFree(groups, lr=1e-3))
     step = plan_recipe(module, data(), {"max_steps": 10}, gpu="h100").memory.instants[STEP]

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import EMA, BF16Mixed, Float8
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.precision import float8_kept
 from lightning_tricks.precision.float8_kept import AmaxHistory, KeptWeights
+from lightning_tricks.strategies import FSDP2Strategy
 
 CPU = torch.device("cpu")
 DELAYED = {"scaling": "delayed"}
@@ -395,6 +399,25 @@ def test_activation_checkpointing_changes_nothing():
 
 
 # --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "line"),
+    [
+        (DELAYED, {"tensor": 2}, r"Float8.scaling=delayed needs the same layers on all ranks, not mesh.tensor=2, mesh"),
+        (DELAYED, {"pipeline": 2}, r"Float8.scaling=delayed needs .*, mesh.pipeline=2: set scaling: dynamic, or leave"),
+        (DELAYED, {}, ""),
+        (
+            KEPT,
+            {},
+            r"Float8.keep_fp8_weights needs whole weights, of which a rank of FSDP2Strategy has parts: leave it",
+        ),
+    ],
+)
+def test_strategies_are_refused_before_launch(options, mesh, line):
+    trainer = SimpleNamespace(strategy=FSDP2Strategy(mesh=ParallelDims(**mesh)), num_nodes=1, num_devices=2)
+    with pytest.raises(UsageError, match=f"^plugins: {line}") if line else nullcontext():
+        plugin(**options).check_run(trainer, None, "fit")
 
 
 @pytest.mark.parametrize(
