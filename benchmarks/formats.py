@@ -29,6 +29,8 @@ def formats(emulate: bool) -> dict[str, tuple[str, ...]]:
         "fp16": plugin("FP16Mixed"),
         "fp16_unscaled": plugin("FP16Mixed", loss_scaling=False),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", convert_small=True, emulate=emulate),
+        # with kept weights the numbers are the same
+        "fp8_delayed": plugin("Float8", recipe="tensorwise", scaling="delayed", convert_small=True, emulate=emulate),
         "fp8_rowwise": plugin("Float8", recipe="rowwise", convert_small=True, emulate=emulate),
         "fp8_rowwise_with_gw_hp": plugin("Float8", recipe="rowwise_with_gw_hp", convert_small=True, emulate=emulate),
         # only the newest GPUs multiply these blocks, so they are emulated everywhere

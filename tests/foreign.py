@@ -30,6 +30,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "fp16_mixed": lambda: FP16Mixed(init_scale=1024.0),
     "bf16_true": BF16True,
     "fp8_tensorwise": lambda: float8("tensorwise"),
+    "fp8_delayed_kept": lambda: float8("tensorwise", scaling="delayed", keep_fp8_weights=True),
     "fp8_rowwise": lambda: float8("rowwise"),
     "fp8_rowwise_with_gw_hp": lambda: float8("rowwise_with_gw_hp"),
     "fp8_over_bf16_true": lambda: float8("tensorwise", base="bf16-true"),

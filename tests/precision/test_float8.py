@@ -1,8 +1,10 @@
 """Float8: which layers are converted, what they compute, what they refuse, and that nothing else changes."""
 
 import copy
+import dataclasses
 import importlib
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.models import GPT, SHAPE, Decoding
-from harness.runs import CountsFlops, decoding, fit
+from harness.runs import CountsFlops, decoding, fit, same
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_tricks import BF16Mixed, Float8, Llama, MFUMonitor
 from lightning_tricks._core.errors import UsageError
@@ -141,6 +144,22 @@ def test_an_emulated_tensorwise_product_is_the_rounded_one_made_by_hand():
     rounded = (gradient * scale).to(torch.float8_e5m2).float() / scale
     torch.testing.assert_close(rows.grad, rounded @ e4m3(weight, 448 / weight.abs().max()))
     torch.testing.assert_close(layer.weight.grad, rounded.T @ e4m3(rows.detach(), 448 / rows.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("emulate", [True, False])
+def test_a_tensorwise_product_is_torchaos_to_the_bit(emulate, dtype):
+    theirs = nn.Sequential(linear(48, 64))
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=emulate)
+    convert_to_float8_training(theirs, config=config)
+    ours, found = converted(linear(48, 64), emulate=emulate, allow_eager=True), []
+    rows, gradient = torch.randn(32, 64).to(dtype), 1e-3 * torch.randn(32, 48).to(dtype)
+    for layer in (ours, theirs[0]):
+        inputs = rows.clone().requires_grad_()
+        output = layer(inputs)
+        output.backward(gradient)
+        found.append([output.detach(), inputs.grad, layer.weight.grad, layer.bias.grad])
+    assert same(*found)
 
 
 def test_an_mxfp8_product_scales_each_block_of_32():
@@ -333,8 +352,8 @@ def test_flops_are_counted_as_without_fp8_and_mfu_goes_by_the_fp8_peak_unless_it
     assert Float8().peak_dtype == "fp8"
     assert plugin().peak_dtype is None
     for emulate in (True, False):
-        layer = converted(linear(32, 32), emulate=emulate)
-        assert layer.linear_mm_config.output.emulate is emulate
+        assert converted(linear(32, 32), emulate=emulate).fp8.emulate is emulate
+        assert converted(linear(32, 32), "rowwise", emulate=emulate).linear_mm_config.output.emulate is emulate
     run = decoding(MFUMonitor(), plugins=plugin(), config=ONE_BLOCK)
     assert run.of("throughput/tokens_per_second")
 
@@ -464,7 +483,11 @@ def test_nothing_to_convert_and_patterns_that_match_nothing(module, options, mes
 @pytest.mark.parametrize(
     ("found", "recipe", "message"),
     [
-        (None, "tensorwise", r"^plugins: Float8 needs torchao: pip install -e '.\[fp8\]' in the clone$"),
+        (
+            None,
+            "rowwise",
+            r"^plugins: Float8\(recipe='rowwise'\) needs torchao: pip install -e '.\[fp8\]' in the clone$",
+        ),
         ("0.16.1", "rowwise", r"^plugins: Float8\(recipe='rowwise'\) needs torchao 0.17 or later, found 0.16.1: pip"),
         ("0.17.0+cu128", "mxfp8", r"needs torchao 0.18 or later, found 0.17.0\+cu128: pip install -U torchao"),
     ],
@@ -478,3 +501,13 @@ def test_torchao_missing_or_too_old(monkeypatch, found, recipe, message):
     monkeypatch.setattr(float8_module, "version", version)
     with pytest.raises(UsageError, match=message):
         Float8(recipe)
+
+
+def test_tensorwise_needs_no_torchao(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(float8_module, "version", version)
+    monkeypatch.setattr(float8_module, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    monkeypatch.delitem(sys.modules, float8_module._TORCHAO, raising=False)
+    assert len(decoding(plugins=plugin(), max_steps=1, config=ONE_BLOCK).trainer.precision_plugin.fp8_layers) == 7

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 from lightning_tricks import BF16Mixed, Float8, LanguageModel, Llama
+from lightning_tricks._core.errors import UsageError
 from lightning_tricks.accounting import training_flops_per_token
 from lightning_tricks.models import Decoder
-from lightning_tricks.precision import float8_linear  # noqa: F401, takes long: once for all processes
+from lightning_tricks.precision import float8_kept, float8_torchao  # noqa: F401, the second takes long: here once
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.long
@@ -284,3 +285,80 @@ def checkpoints(rank: int, folder: str) -> None:
 
 def test_checkpoints_are_those_of_the_model_without_fp8(tmp_path):
     processes.run(checkpoints, str(tmp_path))
+
+
+class Delayed(Model):
+    """Keeps the scales of each micro-batch, and what the plugin would save after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[dict[str, Any]] = []
+        self.all_scales: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        scales = getattr(first_layer(self), "scales", None)
+        self.all_scales.append(None if scales is None else scales.tolist())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_) -> None:
+        self.states.append(self.trainer.precision_plugin.state_dict())
+
+
+def delayed(rank: int, folder: str) -> None:
+    float8_kept.WINDOW = 2
+    options = {"exclude": ONE_LAYER, "scaling": "delayed"}
+    straight, resumed, silent = Delayed(), Delayed(), Model()
+    steps = {"steps": 4, "accumulate_grad_batches": 2}
+    train(straight, plugin(**options), folder=folder, **steps, **sharding())
+    assert straight.all_scales[:4] == [None] * 4
+    assert None is not straight.all_scales[4] == straight.all_scales[5] != straight.all_scales[6]
+    gathered: list[Any] = [None, None]
+    torch.distributed.all_gather_object(gathered, straight.states)
+    assert gathered[0] == gathered[1], "in the middle of a step, too"
+    assert straight.states[2]["amax_history"]["recorded"]
+
+    train(resumed, plugin(**options), ckpt_path=Path(folder) / "step=2.ckpt", **steps, **sharding())
+    assert resumed.states == straight.states[4:]
+    assert same(resumed.losses, straight.losses[4:])
+    assert same(weights(resumed), weights(straight))
+    train(silent, plugin(**options), **steps, **sharding())
+    assert same(weights(silent), weights(straight)), "to save changes nothing"
+
+    with pytest.raises(
+        UsageError, match=r"^plugins: Float8.keep_fp8_weights needs whole weights, of which a rank of FS"
+    ):
+        train(Model(), plugin(keep_fp8_weights=True), steps=1, **sharding())
+
+
+def test_delayed_scales_are_the_same_on_all_ranks_and_resume_bitwise(tmp_path):
+    processes.run(delayed, str(tmp_path))
+
+
+class FusedFeedForward(Model):
+    """Its blocks multiply with `gate` and `up` together, or one by one."""
+
+    together = True
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.decoder.blocks:
+            block.mlp.forward = functools.partial(self.feed_forward, block.mlp)
+
+    def feed_forward(self, mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        layers = (mlp.gate, mlp.up)
+        gate, up = layers[0].multiply_together(x, layers) if self.together else (layer(x) for layer in layers)
+        return mlp.down(torch.nn.functional.silu(gate) * up)
+
+
+def together(rank: int) -> None:
+    found = []
+    for FusedFeedForward.together in (True, False):
+        model = FusedFeedForward()
+        train(model, plugin(exclude=["attn"]), steps=2, **sharding())
+        found.append(model)
+    assert same(found[0].losses, found[1].losses)
+    assert same(weights(found[0]), weights(found[1]))
+
+
+def test_weights_that_are_gathered_in_fp8_have_scales_of_their_own_when_layers_multiply_together():
+    processes.run(together)

@@ -191,6 +191,9 @@ def _trace(setup: RunSetup, depth: int | None, rank: int) -> StepMemory:
     if setup.fp8 is not None and not setup.traces_fp8:
         note = "mxfp8's layers are counted as in bf16: its kernels run on Blackwell alone, and not without data"
         memory = replace(memory, notes=(*memory.notes, note))
+    if setup.fp8 is not None and setup.fp8.keep_fp8_weights:
+        note = "keep_fp8_weights: its 2 bytes for each parameter of a converted layer are not counted"
+        memory = replace(memory, notes=(*memory.notes, note))
     if setup.offloads:
         note = "cpu_offload: the time of copies to and from the host, and of the optimizer's step there, is not counted"
         memory = replace(memory, notes=(*memory.notes, note))

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -178,9 +177,7 @@ class RunSetup:
         elif self.weights_dtype != torch.float32:
             module.to(self.weights_dtype)
         if self.traces_fp8:
-            self.fp8.convert_before_sharding(module)
-            if self.kind != "fsdp2":
-                import_module("lightning_tricks.precision.float8_linear").unwrap_unsharded(self.fp8.fp8_layers.values())
+            self.fp8.convert_before_sharding(module, sharded=self.kind == "fsdp2")
 
     def build(self, depth: int | None = None) -> nn.Module:
         """Build the module on the meta device; of a LanguageModel with another number of blocks. Changes the module."""
