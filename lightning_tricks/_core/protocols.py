@@ -62,24 +62,16 @@ class CountsInBackward(Protocol):
 
 @runtime_checkable
 class KeepsTokenLosses(Protocol):
-    """A module to which a caller may give a list, for the losses of single tokens in the forward passes to come.
-
-    Attributes:
-        token_losses: the list, to which each forward pass adds tensors; None: nobody asks.
-    """
+    """A module that adds the losses of single tokens to a list, if it was given one for the next forward pass."""
 
     token_losses: list[Any] | None
 
 
 @runtime_checkable
 class MeasuresForward(Protocol):
-    """A callback that looks into forward passes, which are then run without CUDA graphs.
+    """A callback that looks into the forward passes of some micro-batches, which then run without CUDA graphs."""
 
-    Attributes:
-        measures_forward: whether it looks into that of the running micro-batch.
-    """
-
-    measures_forward: bool
+    measures_forward: bool  # of the running one
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_tricks._core.errors import UsageError
@@ -53,23 +53,20 @@ class _Form:
             live[:], self.structure = tree_flatten(call(*args, **kwargs))
             return live
 
-        def backward() -> None:
-            torch.autograd.backward([live[place] for place in self.places], [*self.gradients])
-
         torch.clear_autocast_cache()  # casts made in a graph are for the graph alone, and it needs its own
         replay = capture(forward, pool)
         torch.clear_autocast_cache()
         self.places = [place for place, one in enumerate(live) if isinstance(one, Tensor) and one.requires_grad]
         self.gradients = [torch.zeros_like(live[place]) for place in self.places]
         with torch.autocast(self.gradients[0].device.type, enabled=False):  # as in Lightning's backward pass
-            self.backward = capture(backward, pool)
+            self.backward = capture(lambda: autograd.backward([live[at] for at in self.places], self.gradients), pool)
         self.counted = [(router.backward_loads, router.backward_loads.pop()) for router in counting]
         # without their history, whose nodes would keep the stream of the capture for passes without a graph
         self.outputs = [one.detach() if isinstance(one, Tensor) else one for one in live]
         self.forward = replay
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(autograd.Function):
     """The two graphs as one operation; parameters get their gradients within the second one."""
 
     @staticmethod
@@ -98,16 +95,116 @@ class _Replay(torch.autograd.Function):
         return None, None, None
 
 
+class _Calls:
+    """The calls of a module in a fit, by graphs once they are captured.
+
+    Attributes:
+        form: of the first call in the running micro-batch; None without one, or if there are too many forms.
+        running: forms that are replayed, with the backward pass to come.
+    """
+
+    def __init__(self, model: Any, measuring: list[Any], device: torch.device) -> None:
+        for name, one in model.named_parameters():
+            if one._backward_hooks or one._post_accumulate_grad_hooks:
+                raise UsageError(f"CUDAGraphs: '{name}' has a hook on its gradient, which a graph does not call")
+        self.name = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"  # which traces `forward`
+        self.model, self._plain, self._measuring = model, getattr(model, self.name), measuring
+        self.form: _Form | None = None
+        self.running: set[Any] = set()
+        self.forms: list[_Form] = []
+        parts = [*model.modules()]
+        self._keeping = [part for part in parts if isinstance(part, KeepsTokenLosses)]
+        self._counting = [part for part in parts if isinstance(part, CountsInBackward)]
+        self._places = [(own, name) for part in parts for own in (part._parameters, part._buffers) for name in own]
+        self._memory: list[Any] = []  # of the weights that graphs read
+        self._buffers: dict[nn.Parameter, Tensor] = {}  # the gradients into which graphs add
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if not (self.model.training and torch.is_grad_enabled()) or self.form is not None:
+            return self._plain(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        form = self._form_of([structure, *map(_kind, leaves), [part.token_losses is None for part in self._keeping]])
+        if form is None:
+            return self._plain(*args, **kwargs)
+        form.calls += 1
+        if form.calls <= EAGER_FIRST or any(callback.measures_forward for callback in self._measuring):
+            return self._plain(*args, **kwargs)
+        if form.forward is None:
+            self._capture(form, leaves)
+        for own, new in zip(form.inputs, leaves, strict=True):
+            if isinstance(new, Tensor):
+                own.copy_(new)
+        outputs = _Replay.apply(self._anchor, form, self.running)
+        result, losses = tree_unflatten(outputs, form.structure)
+        for part, found in zip(self._keeping, losses, strict=True):
+            if found is not None:
+                part.token_losses[:] = found
+        return result
+
+    def _form_of(self, key: list[Any]) -> _Form | None:
+        """The form of a call; None if there are too many. Graphs of weights that lie elsewhere now are dropped."""
+        found = [own[name] for own, name in self._places]
+        memory = [None if one is None else (one.data_ptr(), one.requires_grad) for one in found]
+        if memory != self._memory:
+            self._memory, self.forms, self._buffers = memory, [], {}
+        self.form = next((form for form in self.forms if form.key == key), None)
+        if self.form is None and len(self.forms) < MOST_FORMS:
+            self.form = _Form(key)
+            self.forms.append(self.form)
+        return self.form
+
+    def _capture(self, form: _Form, leaves: list[Any]) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._plain(*args, **kwargs), [part.token_losses for part in self._keeping]
+
+        self.use_buffers(form)
+        try:
+            form.capture(call, leaves, self._counting, self._pool)
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            first: BaseException = error  # of those that came of one another
+            while first.__context__ is not None:
+                first = first.__context__
+            own = [frame for frame in extract_tb(first.__traceback__) if "/torch/" not in frame.filename]
+            raise UsageError(
+                f"CUDAGraphs: {type(self.model).__name__} cannot be captured, {own[-1].filename}:{own[-1].lineno}: "
+                f"{[*str(first).splitlines(), type(first).__name__][0]}: let nothing in it wait for the device, keep "
+                "no earlier loss with its history, or leave CUDAGraphs out"
+            ) from error
+
+    @torch.no_grad()
+    def use_buffers(self, form: _Form) -> None:
+        """Let the gradients lie where graphs add to them, with what they are."""
+        if empty := [self._buffers[parameter] for parameter in form.trained if parameter.grad is None]:
+            torch._foreach_zero_(empty)
+        for parameter in form.trained:
+            buffer = self._buffers[parameter]
+            if parameter.grad is not None and parameter.grad is not buffer:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+
+    def see_trained(self, form: _Form) -> None:
+        """See who has a gradient: to others an optimizer must not apply one of zeros."""
+        form.trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter in form.trained:
+            if parameter not in self._buffers:
+                self._buffers[parameter] = torch.zeros_like(parameter.grad)
+
+
 class CUDAGraphs(pl.Callback):
     """Changes how a model is run in training: by CUDA graphs, with the same kernels and numbers as without.
 
     The calls of one module are captured, with their backward passes, which add to the gradients. All else runs as
-    before: the rest of `training_step`, hooks, clip, optimizer, validation. So do the first three calls, the second
-    call in a micro-batch, and calls that a monitor measures, as ActivationMonitor does on log steps. Each form of the
-    arguments has graphs of its own, up to eight.
+    before, and so do the first three calls, those of a validation, a second one in a micro-batch, and those that a
+    monitor measures, as ActivationMonitor does on log steps. Each form of the arguments has graphs of its own, up to
+    eight.
 
-    What is captured runs no Python any more: hooks inside it are not called, and numbers that change from call to call
-    must be tensors among its arguments.
+    Captured code runs no Python any more: hooks in it are not called, and numbers that change from call to call must
+    be tensors among its arguments.
 
     Args:
         module: name of the submodule that is captured, such as `model`. None: the child of the LightningModule that has
@@ -123,19 +220,8 @@ class CUDAGraphs(pl.Callback):
     """
 
     def __init__(self, module: str | None = None) -> None:
-        self.module = module
-        self._attached = ExitStack()
-        self._end()
-
-    def _end(self) -> None:
-        """Leave the module as it was, and free the graphs."""
-        self._attached.close()
-        self._model: Any = None
-        self._forms: list[_Form] = []
-        self._buffers: dict[nn.Parameter, Tensor] = {}  # the gradients into which graphs add
-        self._memory: list[Any] = []  # of the weights that graphs read
-        self._form: _Form | None = None  # of the running micro-batch
-        self._running: set[Any] = set()  # replayed, with the backward pass to come
+        self.module, self._attached = module, ExitStack()
+        self._calls: _Calls | None = None
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
         """Refuse a run without CUDA, or on several devices, before any process is started."""
@@ -150,120 +236,43 @@ class CUDAGraphs(pl.Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Refuse a run that cannot be captured."""
         self.check_run(trainer, None, "fit")
-        self._end()
         if not pl_module.automatic_optimization or compiled_steps(pl_module) is not None:
             raise UsageError(
-                f"CUDAGraphs: {type(pl_module).__name__} steps its optimizer itself, or is compiled as a whole: leave "
-                "CUDAGraphs out, or let Lightning step, and compile the blocks"
+                f"CUDAGraphs: {type(pl_module).__name__} steps its optimizer itself, or is compiled as a whole: let "
+                "Lightning step and compile the blocks, or leave CUDAGraphs out"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Take over the calls before the first batch: any hook before it may still compile modules."""
-        if self._model is None:
-            self._attach(trainer, pl_module)
-        self._form = None
-        self._running.clear()
-
-    def _attach(self, trainer: Any, pl_module: Any) -> None:
-        model = self._model = _find(pl_module, self.module)
-        for name, one in model.named_parameters():
-            if one._backward_hooks or one._post_accumulate_grad_hooks:
-                raise UsageError(f"CUDAGraphs: '{name}' has a hook on its gradient, which a graph does not call")
-        parts = [*model.modules()]
-        self._places = [(own, name) for part in parts for own in (part._parameters, part._buffers) for name in own]
-        self._keeping = [part for part in parts if isinstance(part, KeepsTokenLosses)]
-        self._counting = [part for part in parts if isinstance(part, CountsInBackward)]
-        self._measuring = [callback for callback in trainer.callbacks if isinstance(callback, MeasuresForward)]
-        self._anchor = torch.empty(0, device=pl_module.device, requires_grad=True)
-        self._pool = torch.cuda.graph_pool_handle() if pl_module.device.type == "cuda" else None
-        name = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"  # which traces `forward`
-        self._plain = getattr(model, name)
-        self._attached.enter_context(replaced(model, name, self._call))
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the module: by graphs if it has any."""
-        if not (self._model.training and torch.is_grad_enabled()) or self._form is not None:
-            return self._plain(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        form = self._form_of([structure, *map(_kind, leaves), [part.token_losses is None for part in self._keeping]])
-        if form is None or form.calls < EAGER_FIRST or any(one.measures_forward for one in self._measuring):
-            if form is not None:
-                form.calls += 1
-            return self._plain(*args, **kwargs)
-        if form.forward is None:
-            self._capture(form, leaves)
-        for own, new in zip(form.inputs, leaves, strict=True):
-            if isinstance(new, Tensor):
-                own.copy_(new)
-        outputs = _Replay.apply(self._anchor, form, self._running)
-        result, losses = tree_unflatten(outputs, form.structure)
-        for part, found in zip(self._keeping, losses, strict=True):
-            if found is not None:
-                part.token_losses[:] = found
-        return result
-
-    def _form_of(self, key: list[Any]) -> _Form | None:
-        """The form of a call; None if there are too many. Graphs of weights that lie elsewhere now are dropped."""
-        found = [own[name] for own, name in self._places]
-        memory = [None if one is None else (one.data_ptr(), one.requires_grad) for one in found]
-        if memory != self._memory:
-            self._memory, self._forms, self._buffers = memory, [], {}
-        self._form = next((form for form in self._forms if form.key == key), None)
-        if self._form is None and len(self._forms) < MOST_FORMS:
-            self._form = _Form(key)
-            self._forms.append(self._form)
-        return self._form
-
-    def _capture(self, form: _Form, leaves: list[Any]) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._plain(*args, **kwargs), [part.token_losses for part in self._keeping]
-
-        self._use_buffers(form)
-        try:
-            form.capture(call, leaves, self._counting, self._pool)
-        except (UsageError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UsageError(
-                f"CUDAGraphs: {type(self._model).__name__} cannot be captured, {_cause(error)}: let nothing in it wait "
-                "for the device, or leave CUDAGraphs out"
-            ) from error
+        if self._calls is None:
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            measuring = [callback for callback in callbacks if isinstance(callback, MeasuresForward)]
+            self._calls = _Calls(_find(pl_module, self.module), measuring, pl_module.device)
+            self._attached.enter_context(replaced(self._calls.model, self._calls.name, self._calls))
+        self._calls.form = None
+        self._calls.running.clear()
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Tensor) -> None:
-        """After `zero_grad`: let the gradients lie where graphs add to them, also for a pass without a graph."""
-        if self._form is not None:
-            self._use_buffers(self._form)
-
-    @torch.no_grad()
-    def _use_buffers(self, form: _Form) -> None:
-        empty = []
-        for parameter in form.trained:
-            buffer = self._buffers[parameter]
-            if parameter.grad is None:
-                empty.append(buffer)
-            elif parameter.grad is not buffer:
-                buffer.copy_(parameter.grad)
-            parameter.grad = buffer
-        if empty:
-            torch._foreach_zero_(empty)
+        """After `zero_grad`, prepare the gradients, also for a pass without a graph."""
+        if self._calls is not None and self._calls.form is not None:
+            self._calls.use_buffers(self._calls.form)
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
-        """See who has a gradient: to others an optimizer must not apply one of zeros."""
-        if self._form is not None and self._form.forward is None:
-            self._form.trained = [one for one in self._model.parameters() if one.grad is not None]
-            for one in self._form.trained:
-                if one not in self._buffers:
-                    self._buffers[one] = torch.zeros_like(one.grad)  # type: ignore[arg-type]
+        """Before a capture, see who has a gradient."""
+        if self._calls is not None and self._calls.form is not None and self._calls.form.forward is None:
+            self._calls.see_trained(self._calls.form)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Leave the module as it was; say if nothing was captured."""
-        if self._model is not None and not self._forms:
-            rank_zero_warn(f"CUDAGraphs captured nothing: training_step does not call {type(self._model).__name__}")
-        self._end()
+        """Leave the module as it was, and free the graphs; say if nothing was captured."""
+        if self._calls is not None and not self._calls.forms:
+            rank_zero_warn(f"CUDAGraphs captured nothing: no training_step calls {type(self._calls.model).__name__}")
+        self._attached.close()
+        self._calls = None
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Leave the module as it was."""
-        self._end()
+        """Leave the module as it was, and free the graphs."""
+        self._attached.close()
+        self._calls = None
 
 
 def _find(pl_module: Any, name: str | None) -> nn.Module:
@@ -285,11 +294,3 @@ def _kind(leaf: Any) -> Any:
     if leaf.requires_grad:
         raise UsageError("CUDAGraphs.module: its input needs a gradient: name a module that begins with the batch")
     return leaf.shape, leaf.dtype, leaf.device
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of the error from which others came, and its place outside of torch."""
-    while error.__context__ is not None:
-        error = error.__context__
-    own = [frame for frame in extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    return f"{own[-1].filename}:{own[-1].lineno}: {(str(error) or type(error).__name__).splitlines()[0]}"

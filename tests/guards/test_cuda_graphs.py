@@ -1,7 +1,6 @@
 """CUDAGraphs: training by replays is training without, to the bit; what cannot be captured is refused in one line.
 
-In place of a CUDA graph, a function that is recorded and run again on the same tensors: it writes into the results of
-its first run, as a graph does. `tests/gpu/test_cuda_graphs_cuda.py` has the graphs.
+`tests/gpu/test_cuda_graphs_cuda.py` has real graphs; here functions are recorded, see `harness/graphs.py`.
 """
 
 import math
@@ -11,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from harness.graphs import Replays
 from harness.models import Decoding, Small, adamw, batches
 from harness.runs import On, decoding, fit, same, same_training, trainer_with, warned
 from torch import Tensor, nn
@@ -36,52 +36,10 @@ from lightning_tricks.schedules import WarmupCosine
 SHAPE = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8}
 
 
-class Replays:
-    """Counts the replays of recorded functions, and is `cuda_graphs.capture`.
-
-    Attributes:
-        lists: to which backward passes add tensors; what a replay adds is put into the tensor of the first run.
-        before: called before each run.
-    """
-
-    def __init__(self):
-        self.captured = self.replayed = 0
-        self.lists, self.before = lambda: [], lambda: None
-
-    def __call__(self, run, pool):
-        self.captured += 1
-        with torch.random.fork_rng():  # nothing is drawn: kernels do not run in a capture
-            first, _ = self._run(run)
-
-        def replay():
-            self.replayed += 1
-            again, added = self._run(run)
-            for own in added:
-                del own[-1]
-            with torch.no_grad():
-                for old, new in zip(first, again, strict=True):
-                    old.copy_(new)
-
-        return replay
-
-    def _run(self, run):
-        """The tensors of the result, then those that were added to the lists; and the lists that were added to."""
-        self.before()
-        lists = self.lists()
-        lengths = [len(own) for own in lists]
-        with torch.enable_grad():
-            found = [one.detach() for one in run() or () if isinstance(one, Tensor)]
-        added = [own for own, length in zip(lists, lengths, strict=True) if len(own) > length]
-        return found + [own[-1].detach() for own in added], added
-
-
 @pytest.fixture
 def replays(monkeypatch):
     """Let graphs be recorded functions, on a CPU."""
-    found = Replays()
-    monkeypatch.setattr(cuda_graphs, "capture", found)
-    monkeypatch.setattr(CUDAGraphs, "check_run", lambda *_: None)
-    return found
+    return Replays.take_over(monkeypatch)
 
 
 def make(**options) -> LanguageModel:
@@ -360,7 +318,7 @@ def test_the_module_is_left_as_it_was(replays):
     with pytest.raises(RuntimeError, match="power cut"):
         fit(model, On(on_train_batch_end=fail), graphs, data=batches(tokens()), **LOGS)
     assert "forward" not in vars(model.decoder)
-    assert not graphs._forms
+    assert graphs._calls is None
     fit(model, graphs, data=batches(tokens()), **LOGS)
     assert "forward" not in vars(model.decoder)
 
@@ -432,4 +390,4 @@ def test_it_says_if_the_module_is_not_called(replays):
     unseen = lambda module, batch: F.linear(batch, module.net[0].weight).square().mean()  # noqa: E731
     with warned("CUDAGraphs") as lines:
         fit(Small(4, 8, loss=unseen), CUDAGraphs())
-    assert lines == ["CUDAGraphs captured nothing: training_step does not call Sequential"]
+    assert lines == ["CUDAGraphs captured nothing: no training_step calls Sequential"]
