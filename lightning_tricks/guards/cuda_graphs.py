@@ -113,7 +113,7 @@ class _Calls:
         self.running: set[Any] = set()
         self.forms: list[_Form] = []
         parts = [*model.modules()]
-        self._keeping = [part for part in parts if isinstance(part, KeepsTokenLosses)]
+        self._keeping: list[Any] = [part for part in parts if isinstance(part, KeepsTokenLosses)]
         self._counting = [part for part in parts if isinstance(part, CountsInBackward)]
         self._places = [(own, name) for part in parts for own in (part._parameters, part._buffers) for name in own]
         self._memory: list[Any] = []  # of the weights that graphs read
@@ -192,7 +192,7 @@ class _Calls:
         form.trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         for parameter in form.trained:
             if parameter not in self._buffers:
-                self._buffers[parameter] = torch.zeros_like(parameter.grad)
+                self._buffers[parameter] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
 
 
 class CUDAGraphs(pl.Callback):
