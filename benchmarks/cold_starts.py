@@ -3,8 +3,8 @@
     python -m benchmarks.cold_starts                 # 15 minutes on two cores
 
 Each start is a process `python -m lightning_tricks fit` of one step, without callbacks, validation and logs, on one
-thread. `cold` has an empty folder in `TORCHINDUCTOR_CACHE_DIR`, `warm` the folder that a start has filled. The ways
-take turns; times are those of the process and of all that it has started.
+thread. `cold` has an empty folder in `TORCHINDUCTOR_CACHE_DIR`, and `warm`, which comes next, the folder that it has
+filled. Times are those of the process and of all that it has started.
 """
 
 import argparse
@@ -59,13 +59,11 @@ def measure(recipe: str, rounds: int, *options: str) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for way in ("not compiled", "warm"):  # prepares the data, fills the cache and reads files from the disk
-            start(command(recipe, WAYS[way], *options), folder, folder / "warm")
+        start(command(recipe, "false", *options), folder, folder / "none")  # prepares the data, and reads files
         for number in range(rounds):
-            order = [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]
-            for way in order:
-                cache = folder / ("warm" if way == "warm" else f"{way} {number}")
-                found[way].append(start(command(recipe, WAYS[way], *options), folder, cache))
+            for way, compiled in WAYS.items():
+                cache = folder / ("none" if compiled == "false" else f"compiled_{number}")
+                found[way].append(start(command(recipe, compiled, *options), folder, cache))
     return found
 
 
