@@ -180,7 +180,7 @@ def test_callbacks_get_the_losses_of_single_tokens(replays):
     kept = KeepLosses(), KeepLosses()
     fit(make(), kept[0], data=batches(tokens()), **LOGS)
     model = make()
-    replays.before = lambda: (model.decoder.head.token_losses or []).clear()
+    replays.clear = lambda: (model.decoder.head.token_losses or []).clear()
     fit(model, kept[1], CUDAGraphs(), data=batches(tokens()), **LOGS)
     assert replays.replayed
     assert len(kept[0].seen) == 12
@@ -227,6 +227,43 @@ def test_gradients_are_scaled_as_without(replays):
     graphed = fit(build(), CUDAGraphs(), plugins=FP16Mixed(), max_steps=8)
     assert replays.replayed == 2 * 5
     assert same_training(plain, graphed)
+
+
+def test_outputs_may_be_kept(replays):
+    kept: dict[bool, list[Tensor]] = {False: [], True: []}
+
+    def loss(module, batch):
+        out = module.net(batch)
+        kept[any(isinstance(one, CUDAGraphs) for one in module.trainer.callbacks)].append(out.detach())
+        return out.square().mean()
+
+    both(lambda: Small(4, 8, 2, loss=loss), max_steps=8)
+    assert replays.replayed
+    assert same(kept[True], kept[False])
+
+
+class NotesAutocast(torch.autograd.Function):
+    seen: list[bool]
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        NotesAutocast.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+def test_a_backward_pass_is_captured_without_autocast(replays):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return NotesAutocast.apply(super().forward(x))
+
+    NotesAutocast.seen = []
+    fit(Small(net=Net(4, 2)), CUDAGraphs(), max_steps=6, precision="bf16-mixed")
+    assert replays.replayed
+    assert not any(NotesAutocast.seen)
 
 
 class Branches(nn.Module):

@@ -16,12 +16,12 @@ class Replays:
 
     Attributes:
         lists: to which backward passes add tensors; what a replay adds is put into the tensor of the first run.
-        before: called before each run.
+        clear: empties lists to which forward passes add tensors, called before and after each run.
     """
 
     def __init__(self):
         self.captured = self.replayed = 0
-        self.lists, self.before = lambda: [], lambda: None
+        self.lists, self.clear = lambda: [], lambda: None
         self.parameters: list[Any] = []
 
     @classmethod
@@ -65,10 +65,11 @@ class Replays:
 
     def _run(self, run):
         """The tensors of the result, then those that were added to the lists; and the lists that were added to."""
-        self.before()
+        self.clear()
         lists = self.lists()
         lengths = [len(own) for own in lists]
         with torch.enable_grad():
             found = [one.detach() for one in run() or () if isinstance(one, Tensor)]
         added = [own for own, length in zip(lists, lengths, strict=True) if len(own) > length]
+        self.clear()
         return found + [own[-1].detach() for own in added], added
