@@ -101,6 +101,7 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
         "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),
         # one device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard
         "one_device": ("--trainer.strategy", "auto"),
+        "ours_graphs": ("--trainer.callbacks+=CUDAGraphs",),
         "fsdp2": ("--trainer.strategy", json.dumps({"class_path": "FSDP2Strategy"})),
     }
 

@@ -10,8 +10,8 @@ from lightning_tricks.accounting import peak_flops
 
 Call = dict[str, dict[str, Any]]  # the JSON of each stage of a call, by the stage's name
 # What a contender is measured against, in the same round; a loop by hand where it is not named.
-BASES = {"fp8_tensorwise": "ours", "fp8_rowwise": "ours", "fsdp2": "one_device", "one_device": "one_device",
-         "litgpt": "ours"}  # fmt: skip
+BASES = {"ours_graphs": "ours", "fp8_tensorwise": "ours", "fp8_rowwise": "ours", "fsdp2": "one_device",
+         "one_device": "one_device", "litgpt": "ours"}  # fmt: skip
 BARE = "bare"
 COPY_TB_PER_SECOND = {"H200": 4.8, "H100": 3.35}  # of the datasheets, by a word of the GPU's name
 LEAST_SECONDS = 10.0  # of a window: before, the clock has not settled

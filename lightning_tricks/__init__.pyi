@@ -19,6 +19,7 @@ from lightning_tricks.data.token_data import TokenData as TokenData
 from lightning_tricks.guards.averages import EMA as EMA
 from lightning_tricks.guards.averages import TailAverage as TailAverage
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
+from lightning_tricks.guards.cuda_graphs import CUDAGraphs as CUDAGraphs
 from lightning_tricks.guards.exact_resume.exact_resume import ExactResume as ExactResume
 from lightning_tricks.guards.gc_control import GCControl as GCControl
 from lightning_tricks.guards.init_from import InitFrom as InitFrom

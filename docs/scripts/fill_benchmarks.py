@@ -85,6 +85,21 @@ def packed_documents(result: dict[str, Any]) -> dict[str, str]:
     return {"packed documents": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
 
 
+def cold_starts(result: dict[str, Any]) -> dict[str, str]:
+    """Starts with and without a cache of compiled code."""
+    from benchmarks.cold_starts import table
+
+    described = result["machine"]
+    said = (
+        "From the command to the end of a process of one training step on one thread; in brackets the extremes over "
+        f"the rounds. Measured {described['date'][:10]} by `python -m benchmarks.cold_starts` on a CPU with "
+        f"{described['cores']} cores ({described['cpu']}) beside other programs, load average "
+        f"{result['load_average'][0]:.1f} at the end, which shows in seconds more than in CPU seconds; torch "
+        f"{described['versions']['torch']}."
+    )
+    return {"cold starts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+
+
 def muon_cost(result: dict[str, Any]) -> dict[str, str]:
     """A step of Muon."""
     from benchmarks.muon_cost import table
@@ -126,6 +141,7 @@ def commands(_: Any) -> dict[str, str]:
 
 FILLERS = {
     "checkpoints": Filler("checkpoints.md", checkpoints),
+    "cold-starts": Filler("speed.md", cold_starts),
     "commands": Filler("command_line.md", commands, measured=False),
     "decoder-parts": Filler("speed.md", decoder_parts),
     "first-saves": Filler("checkpoints.md", first_saves),

@@ -61,6 +61,20 @@ class CountsInBackward(Protocol):
 
 
 @runtime_checkable
+class KeepsTokenLosses(Protocol):
+    """A module that adds the losses of single tokens to a list, if it was given one for the next forward pass."""
+
+    token_losses: list[Any] | None
+
+
+@runtime_checkable
+class MeasuresForward(Protocol):
+    """A callback that looks into the forward passes of some micro-batches, which then run without CUDA graphs."""
+
+    measures_forward: bool  # of the running one
+
+
+@runtime_checkable
 class HasExperts(Protocol):
     """A mixture for `mesh: {expert: ...}`.
 

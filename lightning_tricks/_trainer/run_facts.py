@@ -106,6 +106,11 @@ def is_alone(trainer: Any) -> bool:
     return bool(trainer.world_size == 1)
 
 
+def is_on_one_device(trainer: Any) -> bool:
+    """Whether one process trains the module as it is, without a wrapper or hooks of a strategy in its passes."""
+    return is_alone(trainer) and is_a(trainer.strategy, "SingleDeviceStrategy")
+
+
 def reduce_over_all(strategy: Any, tensor: Any, reduce_op: str, group: Any = None) -> Any:
     """Join a tensor over a group, in place where it can be; `strategy.reduce` joins those with other tokens.
 

@@ -31,7 +31,7 @@ class ModuleMonitor(pl.Callback):
     def __init__(self, warning: str) -> None:
         self._names: list[str] = []  # of the modules that are watched
         self._found: dict[str, Any] = {}
-        self._measures = False
+        self.measures_forward = False
         self._hooks = ExitStack()
         self._attach: Callable[[], None] | None = None
         self._warning, self._warn_once = warning, WarnOnce()
@@ -46,14 +46,14 @@ class ModuleMonitor(pl.Callback):
             attach, self._attach = self._attach, None
             attach()
         self._found = {}
-        self._measures = not is_accumulating(trainer) and self._buffer.is_log_step()
+        self.measures_forward = not is_accumulating(trainer) and self._buffer.is_log_step()
 
     def end_batch(self, unseen: str) -> dict[str, Any] | None:
         """The measurements of this micro-batch; None if nothing was to be measured in it, or nothing is watched.
 
         Warns with the reason `unseen` if none of the watched modules was seen.
         """
-        measured, self._measures = self._measures, False
+        measured, self.measures_forward = self.measures_forward, False
         if not measured or not self._names:
             return None
         if not self._found:
@@ -71,7 +71,7 @@ class ModuleMonitor(pl.Callback):
             self._hooks.enter_context(calls(module, partial(self._see, name, partial(measure, module))))
 
     def _see(self, name: str, measure: Callable[..., Any], *call: Any) -> None:
-        if self._measures and name not in self._found:
+        if self.measures_forward and name not in self._found:
             with measuring_in_forward():
                 measured = measure(*call)
             if measured is not None:
@@ -83,7 +83,7 @@ class ModuleMonitor(pl.Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         """Leave the model as it was."""
-        self._measures, self._attach = False, None
+        self.measures_forward, self._attach = False, None
         self._hooks.close()
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:

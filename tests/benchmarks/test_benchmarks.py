@@ -153,6 +153,18 @@ def test_packed_documents(tmp_path, monkeypatch, capsys):
     assert read(tmp_path / "out.json")["cases"][0]["fp32"]["error"] < 1e-6
 
 
+@pytest.mark.long
+def test_cold_starts(tmp_path, monkeypatch, capsys):
+    cold_starts = module("cold_starts")
+    monkeypatch.setattr(cold_starts, "WAYS", {"not compiled": "false", "cold": "false", "warm": "false"})
+    toy = {"d_model": "16", "n_layers": "1", "n_heads": "2"}
+    sizes = [word for name, size in toy.items() for word in (f"--model.init_args.decoder.init_args.{name}", size)]
+    monkeypatch.setattr(cold_starts, "STEP", (*cold_starts.STEP, *sizes))
+    cold_starts.main(["--rounds", "1", "--recipes", "tiny", "--out", str(tmp_path / "out.json")])
+    assert "| tiny | not compiled | " in capsys.readouterr().out
+    assert read(tmp_path / "out.json")["recipes"]["tiny"]["cold"][0]["cpu_seconds"] > 0
+
+
 def test_peers(tmp_path):
     peers = module("peers")
     peer = peers.Peer(peers.BASE, "toy", False, False, tmp_path / "bare")

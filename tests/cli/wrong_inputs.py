@@ -179,6 +179,7 @@ ROWS = [
     ),
     plain("--trainer.strategy.timeout_seconds 9", "trainer.strategy.timeout_seconds", "--trainer.strategy CLASS"),
     plain("--trainer.plugins BF16Mixd", "trainer.plugins: no class", "did you mean BF16Mixed?"),
+    plain("--trainer.callbacks+=CUDAGraphs", "CUDAGraphs: CPUAccelerator has no CUDA graphs", "leave it out"),
     plain("--trainer.callbacks [Xyzzy]", "trainer.callbacks", "'Xyzzy'", "my_module.MyClass"),
     option("--model no_such_module.Model", "model", "'no_such_module'", "install it"),
     option(

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import processes
+from harness.graphs import Replays
 from harness.models import Small, adamw, nothing
 from harness.runs import trainer_with
 from schedulefree import AdamWScheduleFree
@@ -63,7 +64,9 @@ def fit(trainer, module, ckpt_path=None):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 @pytest.mark.parametrize("name", GUARDS)
-def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path, name, fails):
+def test_after_a_fit_a_guard_and_its_trainer_can_be_copied_and_pickled(tmp_path, name, fails, monkeypatch):
+    if name == "CUDAGraphs":
+        Replays.take_over(monkeypatch)
     if name == "InitFrom":
         torch.save({"state_dict": model().state_dict()}, tmp_path / "weights.ckpt")
         EXAMPLES[name] = {"path": str(tmp_path / "weights.ckpt")}
