@@ -96,7 +96,8 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
         "fp8_delayed": plugin("Float8", recipe="tensorwise", scaling="delayed", **fp8),
         "fp8_kept": plugin("Float8", recipe="tensorwise", keep_fp8_weights=True, **fp8),
         "fp8_delayed_kept_fused": (
-            *plugin("Float8", recipe="tensorwise", scaling="delayed", keep_fp8_weights=True, **fp8), *fused,
+            *plugin("Float8", recipe="tensorwise", scaling="delayed", keep_fp8_weights=True, **fp8),
+            *fused,
         ),
         "fp8_rowwise": plugin("Float8", recipe="rowwise", **fp8),
         # one device as it is, and the same through FSDP2: what the strategy costs where there is nothing to shard

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import EMA, BF16Mixed, Float8
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.parallel.dims import ParallelDims
 from lightning_tricks.precision import float8_kept
 from lightning_tricks.precision.float8_kept import AmaxHistory, KeptWeights
@@ -329,6 +330,30 @@ def test_together_with_a_layer_that_stays_each_multiplies_alone():
     own = plugin(evaluate_in_bf16=True)
     own.convert_module(holder)
     assert torch.equal(module.eval()(rows[:7]), torch.cat([part(rows[:7]) for part in module.parts], -1))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_fused_decoder_keeps_the_weights_of_its_products_together_and_computes_the_same(mode):
+    def found(fused, **options):
+        torch.manual_seed(0)
+        decoder = Decoder(Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16, d_ff=64))
+        decoder.fuse_projections(fused)
+        decoder.set_activation_checkpointing(mode)
+        own = plugin(convert_small=True, **options)
+        own.convert_module(nn.ModuleDict({"own": decoder}))
+        ids = torch.randint(64, (2, 16))
+        for _ in range(2):  # micro-batches
+            with own.train_step_context():
+                loss = decoder(ids).square().mean()
+            loss.backward()
+        blocks = [block.attn.q.kept_together is not None for block in decoder.blocks]
+        return blocks, [parameter.grad for parameter in decoder.parameters()]
+
+    apart, _ = found(False, **KEPT)
+    together, kept = found(True, **KEPT)
+    assert not any(apart)
+    assert all(together)
+    assert same(kept, found(True)[1])
 
 
 # --- compiled ---
