@@ -143,8 +143,7 @@ def check_together(path: Any) -> Path:
         UsageError: on all ranks, the message of the first rank that cannot open it.
         OSError: on all ranks, what the file system says on one of them.
     """
-    read_together(lambda: check_checkpoint(path))
-    return Path(path)
+    return read_together(lambda: check_checkpoint(path))
 
 
 def read_together(read: Callable[[], T]) -> T:
