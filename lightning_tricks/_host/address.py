@@ -62,3 +62,15 @@ def ask(url: str, question: Callable[[Any, str], Result], done: str = "read") ->
                 ) from error
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
+
+
+def read_part(url: str, start: int, end: int) -> bytes:
+    """Bytes start..end-1 of a file behind an address; see `ask`."""
+
+    def read(fs: Any, path: str) -> bytes:
+        data: bytes = fs.cat_file(path, start=start, end=end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data)} of {end - start} bytes came")
+        return data
+
+    return ask(url, read) if end > start else b""

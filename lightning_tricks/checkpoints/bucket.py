@@ -1,7 +1,7 @@
 """Checkpoints behind addresses (s3://...): put there from a folder of this host, listed, deleted and fetched.
 
-A file is whole when it is there. A folder is whole when every file that its `record.json` names is there. The record is
-put first and deleted last, so that whatever a killed process leaves tells whose it is and what it lacks.
+A file is whole when it is there, a folder when every file that its `record.json` names is there. The record is put
+first and deleted last, so that whatever a killed process leaves tells whose it is and what it lacks.
 """
 
 import json
@@ -9,98 +9,92 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks._host.address import ask, default_cache_dir, is_address, version_of
+from lightning_tricks._host.address import ask, default_cache_dir, is_address, read_part, version_of
 from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA
 from lightning_tricks.checkpoints.record import COMMENT_START, RECORD_FILE, Record, damage, parse_record, read_record
 
-_END, _LONGEST_COMMENT = b"PK\x05\x06", 1 << 16  # of a zip archive: 22 bytes that start so, then its comment
+_END, _END_BYTES = b"PK\x05\x06", 22 + (1 << 16)  # of a zip archive: 22 bytes that start so, then its comment
 _RANGE = 16 << 20  # bytes of one request
 _THREADS = 8
 _MARKS = (RECORD_FILE, SHARDS_METADATA, "config.json", "latest")  # of a folder that is one checkpoint
+Files = Mapping[str, Mapping[str, Any]]  # fsspec's facts by the name in the folder; of one file, by ""
+
+
+def _mirrors() -> Path:
+    return default_cache_dir() / "checkpoints"
 
 
 def mirror(address: str | Path) -> Path:
-    """The path on this host at which what is behind an address is kept."""
+    """The path on this host at which a copy of what is behind an address is kept."""
     protocol, _, rest = str(address).rstrip("/").partition("://")
     if ".." in rest.split("/"):
         raise UsageError(f"{address}: give an address without '..'")
-    return default_cache_dir() / "checkpoints" / protocol / rest.lstrip("/")
+    return _mirrors() / protocol / rest.lstrip("/")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A checkpoint behind an address.
+def is_mirror(path: Path) -> bool:
+    """Whether a path is one of those: each host may have its own."""
+    return path.is_relative_to(_mirrors())
 
-    Args:
-        files: fsspec's facts about each file, by its name in the folder; of one file, by "".
-        record: None where it has none, or none that can be read.
-        problem: why it cannot be used, as far as its files' names and its record tell.
-    """
 
-    files: Mapping[str, Mapping[str, Any]]
+class Stored(NamedTuple):
+    """A checkpoint behind an address."""
+
+    files: Files
     record: Record | None = None
-    problem: str | None = None
+    is_part: bool = False  # of a killed upload or deletion
+    problem: str | None = None  # of its record
 
 
 class Bucket:
-    """The checkpoints behind the address of a folder.
-
-    Args:
-        address: such as s3://bucket/run.
-    """
+    """The checkpoints behind the address of a folder, such as s3://bucket/run. Errors are those of `ask`."""
 
     def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/")
+        self.address = address
         self._known: dict[str, Stored] = {}
 
     def look(self) -> dict[str, Stored]:
-        """All checkpoints, by name; reads the records of those that were not there at the last look.
-
-        Raises:
-            UsageError: see `ask`.
-        """
+        """All checkpoints, by name; reads the records of those that were not there at the last look."""
         found: dict[str, dict[str, Any]] = {}
         for inner, info in _list(self.address).items():
             name, _, file = inner.partition("/")
             if name.endswith(".ckpt"):
                 found.setdefault(name, {})[file] = info
         known = {name: stored for name, stored in self._known.items() if stored.files == found.get(name)}
-        new = [name for name in found if name not in known]
+        new = found.keys() - known.keys()
         with ThreadPoolExecutor(_THREADS) as pool:
             read = pool.map(lambda name: self._read(name, found[name]), new)
             self._known = known | dict(zip(new, read, strict=True))
         return dict(self._known)
 
-    def _read(self, name: str, files: Mapping[str, Mapping[str, Any]]) -> Stored:
+    def _read(self, name: str, files: Files) -> Stored:
         url = f"{self.address}/{name}"
         try:
             if "" in files:
-                end = _part(url, max(0, files[""]["size"] - _LONGEST_COMMENT - 22), files[""]["size"])
-                comment = end[end.rfind(_END) + 22 :] if _END in end else b""
-                return Stored(files, parse_record(comment.removeprefix(COMMENT_START), url))
+                size = files[""]["size"]
+                end = read_part(url, max(0, size - _END_BYTES), size).rpartition(_END)[2]
+                return Stored(files, parse_record(end.partition(COMMENT_START)[2], url))
             if RECORD_FILE not in files:
-                return Stored(files, None, f"incomplete: {url} has no {RECORD_FILE}")
-            record = parse_record(_part(f"{url}/{RECORD_FILE}", 0, files[RECORD_FILE]["size"]), url)
+                return Stored(files)  # of another program
+            record = parse_record(read_part(f"{url}/{RECORD_FILE}", 0, files[RECORD_FILE]["size"]), url)
         except UsageError as error:
-            return Stored(files, None, str(error))
-        lacks = next((file for file in record.checksums if file not in files), None) if record else None
-        return Stored(files, record, f"incomplete: {url} has no {lacks}" if lacks else None)
+            return Stored(files, problem=str(error))
+        return Stored(files, record, is_part=bool(record and record.checksums.keys() - files.keys()))
 
     def put(self, path: Path, leads: bool = True) -> None:
-        """Put a checkpoint of this host there, but for the files that are there already; an object is whole or not.
+        """Put a checkpoint of this host there, but for files that are there already.
 
         Args:
             path: file or folder, which may have a part of the files, those that this host wrote.
             leads: whether this process puts the record of a folder, too.
 
         Raises:
-            UsageError: another run's checkpoint has that name; see `ask`.
+            UsageError: another checkpoint has that name.
         """
         record, url = read_record(path), f"{self.address}/{path.name}"
         there = _list(url)
@@ -108,7 +102,7 @@ class Bucket:
         if leads and names[0] in there and self._read(path.name, there).record != record:
             raise UsageError(f"{url}: another checkpoint has this name: two runs save to {self.address}")
         for name in names:
-            file = path / name if name else path
+            file = path / name
             if file.is_file() and there.get(name, {}).get("size") != file.stat().st_size:
                 put_file(file, f"{url}/{name}".rstrip("/"))
 
@@ -118,17 +112,13 @@ class Bucket:
             ask(f"{self.address}/{name}/{file}".rstrip("/"), lambda fs, path: fs.rm_file(path), "deleted")
 
     def check_rights(self) -> None:
-        """Put an empty file there and delete it.
-
-        Raises:
-            UsageError: see `ask`.
-        """
+        """Put an empty file there and delete it."""
         ask(self.address, lambda fs, path: fs.pipe_file(f"{path}/.lightning_tricks", b""), "written")
         ask(self.address, lambda fs, path: fs.rm_file(f"{path}/.lightning_tricks"), "deleted")
 
 
 def _list(address: str) -> dict[str, dict[str, Any]]:
-    """The files behind an address by their path in it; "" where it is a file; none where nothing is there."""
+    """The files behind an address, see `Files`; none where nothing is there."""
 
     def find(fs: Any, path: str) -> dict[str, dict[str, Any]]:
         fs.invalidate_cache()
@@ -136,16 +126,6 @@ def _list(address: str) -> dict[str, dict[str, Any]]:
         return {name[len(path) :].lstrip("/"): info or fs.info(name) for name, info in found.items()}
 
     return ask(address, find)
-
-
-def _part(url: str, start: int, end: int) -> bytes:
-    def read(fs: Any, path: str) -> bytes:
-        data: bytes = fs.cat_file(path, start=start, end=end) if end > start else b""
-        if len(data) != end - start:
-            raise OSError(f"{len(data)} of {end - start} bytes came")
-        return data
-
-    return ask(url, read)
 
 
 def put_file(file: Path, url: str) -> None:
@@ -184,7 +164,7 @@ def fetch(address: str) -> Path:
     if "" not in files and not any(name in files for name in _MARKS):
         raise UsageError(f"{address} is a folder without a checkpoint: give the checkpoint itself, such as one in it")
     versions = json.dumps(sorted([name, info["size"], version_of(info)] for name, info in files.items()))
-    with _alone(default_cache_dir() / "checkpoints" / ".fetched", address) as note:
+    with _alone(address) as note:
         if place.exists() and note.read_text() == versions:
             return place
         note.write_text("")
@@ -198,21 +178,20 @@ def fetch(address: str) -> Path:
     return place
 
 
-def _download(address: str, files: Mapping[str, Mapping[str, Any]], place: Path) -> None:
+def _download(address: str, files: Files, place: Path) -> None:
     parts = list[tuple[str, int, int]]()
     for name, info in files.items():
-        file = place / name
+        file, size = place / name, info["size"]
         if ".." in file.parts:
             raise UsageError(f"{address} names {name}, which is outside of the folder: take one that you trust")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as opened:
-            opened.truncate(info["size"])
-        step = info["size"] or 1 if address.startswith("http") else _RANGE  # not every such server gives parts
-        parts += [(name, at, min(at + step, info["size"])) for at in range(0, info["size"], step)]
+        file.touch()
+        step = size or 1 if address.startswith("http") else _RANGE  # not every such server gives parts
+        parts += [(name, start, min(start + step, size)) for start in range(0, size, step)]
 
     def copy(part: tuple[str, int, int]) -> None:
         name, start, end = part
-        data = _part(f"{address}/{name}".rstrip("/"), start, end)
+        data = read_part(f"{address}/{name}".rstrip("/"), start, end)
         with (place / name).open("r+b") as opened:
             opened.seek(start)
             opened.write(data)
@@ -222,10 +201,10 @@ def _download(address: str, files: Mapping[str, Mapping[str, Any]], place: Path)
 
 
 @contextmanager
-def _alone(folder: Path, address: str) -> Iterator[Path]:
+def _alone(address: str) -> Iterator[Path]:
     """Inside the `with`, no other process of this host fetches from the address; gives a file for a note about it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / sha256(address.encode()).hexdigest()[:24]
+    note = _mirrors() / ".fetched" / sha256(address.encode()).hexdigest()[:24]
+    note.parent.mkdir(parents=True, exist_ok=True)
     with note.open("a") as opened:
         if os.name == "posix":
             import fcntl

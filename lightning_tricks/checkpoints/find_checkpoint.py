@@ -78,6 +78,7 @@ def candidates(folder: Path | str) -> list[Candidate]:
             Candidate(place := mirror(folder) / name, place, one.record, 0, one.problem or _not_finite(one.record),
                       address=f"{folder}/{name}")
             for name, one in stored.items()
+            if not one.is_part
         ]  # fmt: skip
         return _in_order([*there, *candidates(mirror(folder))])
     folder = Path(folder)

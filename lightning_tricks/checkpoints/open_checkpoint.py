@@ -92,7 +92,7 @@ def open_checkpoint(
     place = local_copy(path)
     if verify:
         place = check_checkpoint(place)
-        if _is_first_of_host():
+        if is_first_of_host():
             check_bytes(place)
     if not parts:
         file = inside(place, place / TRAINER_STATE) if place.is_dir() else place
@@ -114,8 +114,8 @@ def open_checkpoint(
     return checkpoint
 
 
-def _is_first_of_host() -> bool:
-    """Whether this process verifies a checkpoint for its host: what it refuses ends the run of all."""
+def is_first_of_host() -> bool:
+    """Whether this process does for its host what is done once: what it refuses ends the run of all."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

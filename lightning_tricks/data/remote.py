@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fsspec.core import has_magic
 
-from lightning_tricks._host.address import ask, version_of
+from lightning_tricks._host.address import ask, read_part, version_of
 
 BLOCK_BYTES = 1 << 20  # a row at a drawn place needs a few KB, and a larger block fetches more that may never be read
 Result = TypeVar("Result")
@@ -105,15 +105,7 @@ class RemoteFile:
 
     def head(self, start: int, count: int) -> bytes:
         """Bytes start..start+count-1, fewer where the file ends; past the cache, for a look at many files."""
-        stop = min(start + count, self.size)
-
-        def fetch(fs: Any, path: str) -> bytes:
-            data: bytes = fs.cat_file(path, start=start, end=stop)
-            if len(data) != stop - start:
-                raise OSError(f"{len(data)} of {stop - start} bytes came")
-            return data
-
-        return ask(self.url, fetch) if stop > start else b""
+        return read_part(self.url, start, min(start + count, self.size))
 
     def read(self, start: int, count: int) -> bytes:
         """The same through the cache."""

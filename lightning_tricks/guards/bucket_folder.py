@@ -13,17 +13,17 @@ from lightning_tricks.guards.checkpoint_folder import CheckpointFolder, Records,
 
 
 class BucketFolder(CheckpointFolder):
-    """A CheckpointFolder whose checkpoints are uploaded, each when it has its name on this host; see SafeCheckpoint.
+    """A CheckpointFolder whose checkpoints are uploaded, each when it has its name on this host.
 
-    Nothing in the bucket is replaced. One upload goes on at a time: a save that ends earlier waits for it. What could
-    not be uploaded is tried again after the next save.
+    Nothing in the bucket is replaced. One upload goes on at a time, and a save that ends earlier waits for it. What
+    could not be uploaded is tried again after the next save. Older ones are deleted when a newer one is whole there.
 
     Args:
         address: of the folder in the bucket.
         retention: how many checkpoints stay, there and here; permanent ones stay there.
         run: identifier of the run.
         on_update: see CheckpointFolder.
-        leads: whether this process is rank 0. The first process of another host uploads its files of a folder.
+        leads: whether this process is rank 0; the first one of another host only uploads its files of a folder.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class BucketFolder(CheckpointFolder):
     def _look(self) -> dict[str, Stored]:
         found = self.bucket.look()
         self.taken = set(found)
-        self.stored = {name: one.record for name, one in found.items() if one.record and not one.problem}
+        self.stored = {name: one.record for name, one in found.items() if one.record and not one.is_part}
         return found
 
     def start(self) -> None:
         """Delete what killed processes of this run have uploaded in part, and upload what only this host has."""
         for name, found in self.bucket.look().items():
-            if found.problem and found.record and self.of_this_run({name: found.record}):
+            if found.is_part and found.record and self.of_this_run({name: found.record}):
                 self.bucket.delete(name, found.files)  # of this run, by its record and its name
         self._look()
         self._uploads.start(self._upload)
@@ -80,11 +80,11 @@ class BucketFolder(CheckpointFolder):
         self._uploads.wait()
 
     def _upload(self, path: Path | None = None) -> None:
-        """Upload a checkpoint, and those that the bucket lacks; then delete there what need not stay."""
+        """Upload a new checkpoint, and any that the bucket lacks; then delete there what need not stay."""
         try:
             if not self.leads:
-                if path is not None:
-                    self.bucket.put(path, leads=False)
+                assert path is not None  # rank 0 alone starts without one
+                self.bucket.put(path, leads=False)
                 return
             ours = self.of_this_run(self.records())
             for name in sorted(ours.keys() - self.stored.keys(), key=lambda name: -ours[name].number):

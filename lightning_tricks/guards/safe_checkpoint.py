@@ -143,7 +143,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Args:
         dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
-            programs in it are never touched.
+            programs in it are never touched. With an address (`s3://...`), checkpoints are saved to a folder of this
+            host, from which a thread uploads them, see BucketFolder.
         every_n_train_steps: optimizer steps between saves, as `trainer.global_step` counts them.
         every_n_minutes: minutes between saves on rank 0's clock, which is asked every `log_every_n_steps` steps. With
             neither interval, it saves after each validation and at the end of each epoch, as ModelCheckpoint does.
@@ -158,10 +159,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Raises:
         UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
-            be written, or in a bucket, or without symbolic links; a Trainer of the other Lightning package; another
-            CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's ModelParallelStrategy or
-            DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume, a checkpoint of another
-            class or of other weights; at a save, another process that writes a checkpoint of the same name.
+            be written, or without symbolic links; a bucket that is not there or refuses; a Trainer of the other
+            Lightning package; another CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's
+            ModelParallelStrategy or DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume,
+            a checkpoint of another class or of other weights; at a save, another process that writes a checkpoint of
+            the same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -439,8 +441,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _save(self, trainer: Trainer) -> None:
         record = self._new_record(trainer, self._clock.permanent)
-        own = self._folder.path_of(record) if trainer.is_global_zero else Path()
-        path = trainer.strategy.broadcast(own)
+        own = self._folder.path_of(record).name if trainer.is_global_zero else ""
+        path = self._folder.path / trainer.strategy.broadcast(own)
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record

@@ -11,13 +11,15 @@ import boto3
 import pytest
 import torch
 from harness.models import Small, adamw, batches, rows
-from harness.runs import fit, same
+from harness.runs import fit, same, trainer_with, weights_of
 from harness.s3_server import Server, fsspec, prepare
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.callbacks import SafeCheckpoint
-from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
-from lightning_tricks.checkpoints.bucket import Bucket, mirror
+from lightning_tricks.callbacks import InitFrom, SafeCheckpoint
+from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, load_weights
+from lightning_tricks.checkpoints.bucket import mirror
+from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
 
 ADDRESS = "s3://runs/one"
@@ -58,11 +60,10 @@ def names() -> list[str]:
     return sorted(path.removeprefix("runs/one/") for path in fsspec.filesystem("s3").find("runs/one"))
 
 
-def newest(saver: Any = None) -> str | None:
+def newest(saver: Any = None, logger: Any = False) -> str | None:
     """What `--resume auto` takes."""
-    saver = SafeCheckpoint(ADDRESS) if saver is None else saver
-    strategy = SimpleNamespace(checkpoint_io=AtomicCheckpointIO())
-    trainer = SimpleNamespace(checkpoint_callbacks=[saver], fast_dev_run=False, strategy=strategy, logger=None)
+    trainer = trainer_with(SafeCheckpoint(ADDRESS) if saver is None else saver, logger=logger)
+    trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     return choose_checkpoint("fit", None, trainer, "auto")
 
 
@@ -211,13 +212,42 @@ def test_a_folder_of_shards_without_one_of_its_files_is_not_whole(server, tmp_pa
     torch.distributed.checkpoint.save(
         {"state_dict": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "a.ckpt", no_dist=True
     )
-    bucket = Bucket(ADDRESS)
     for file in (tmp_path / "a.ckpt").iterdir():
         fsspec.filesystem("s3").put_file(str(file), f"runs/one/a.ckpt/{file.name}")
-    assert bucket.look()["a.ckpt"].problem == "incomplete: s3://runs/one/a.ckpt has no record.json"
+    with pytest.raises(UsageError, match=r"none of 1 .*incomplete: .*/s3/runs/one/a.ckpt has no meta.pt"):
+        newest()
     with pytest.raises(UsageError, match=r"^incomplete: .*/s3/runs/one/a.ckpt has no meta.pt"):
         check_checkpoint(f"{ADDRESS}/a.ckpt")
     with pytest.raises(UsageError, match=r"^s3://runs/one is a folder without a checkpoint: give the checkpoint"):
         check_checkpoint(ADDRESS)
     with pytest.raises(UsageError, match=r"^s3://runs/b.ckpt: it is not there; check the path$"):
         check_checkpoint("s3://runs/b.ckpt")
+
+
+def test_every_reader_takes_an_address(server):
+    whole = train(2)
+    new_host()
+    address = f"{ADDRESS}/step=2.ckpt"
+    module = Noisy()
+    assert load_weights(module, address).startswith(f"{address}: 4 of its 4 weights loaded")
+    assert same(weights_of(module), whole.weights)
+    assert same(fit(Noisy(), InitFrom(address), data=DATA, max_steps=0).weights, whole.weights)
+    streamed = stream_weights(address)
+    assert all(torch.equal(streamed.read(name), value) for name, value in module.state_dict().items())
+    before = server.changes
+    loaded = Noisy.load_from_checkpoint(check_checkpoint(address), strict=False)
+    assert same(weights_of(loaded), whole.weights)
+    assert server.changes == before
+
+
+def test_runs_below_an_address_are_found_by_auto(server):
+    root = "s3://runs/root"
+    for version in (2, 10):
+        logger = CSVLogger("s3://runs/root", "tiny", version)
+        train(2, SafeCheckpoint(every_n_train_steps=2), logger=logger)
+    assert newest(SafeCheckpoint(), CSVLogger(root, "tiny")).endswith("runs/root/tiny/version_10/checkpoints/last.ckpt")
+    fsspec.filesystem("s3").rm("runs/root/tiny/version_10", recursive=True)
+    shutil.rmtree(mirror(root))
+    assert newest(SafeCheckpoint(), CSVLogger(root, "tiny")).endswith(
+        "runs/root/tiny/version_2/checkpoints/step=2.ckpt"
+    )

@@ -86,22 +86,22 @@ class Server:
         finally:
             self.post("/moto-api/reset-auth", b"inf")
 
-    def kill_at(self, number: int, after: bool, processes: list[int]) -> None:
+    def kill_at(self, number: int, after: bool, processes: Callable[[], list[int]]) -> None:
         """Kill processes at a change, before or after it is made."""
 
         def kill() -> None:
-            for process in processes:
+            for process in processes():
                 os.kill(process, signal.SIGKILL)
 
         def at_change(seen: int, _: str) -> Any:
-            if seen != self.changes_before + number:
+            if seen != before + number:
                 return None
             if after:
                 return kill
             kill()
             raise ConnectionAbortedError  # the change is not made
 
-        self.changes_before = self.changes
+        before = self.changes
         self.at_change = at_change
 
     def stop(self) -> None:
