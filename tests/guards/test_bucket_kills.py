@@ -87,7 +87,7 @@ def test_a_kill_at_any_change_of_the_bucket_costs_at_most_what_was_not_there(ser
     if world == 2:
         assert {RECORD_FILE, ".metadata", "meta.pt", "__1_0.distcp"} <= {what.rpartition("/")[2] for what in seen}
     draw = random.Random(world)
-    moments = [3, *sorted(draw.sample(range(4, len(seen) - 1), 4)), len(seen) - 1]
+    moments = [*sorted(draw.sample(range(4, len(seen) - 1), 3)), len(seen) - 1]
     for number in moments:
         kill_and_go_on(server, tmp_path, world, number, draw.random() < 0.5, whole)
 
