@@ -18,9 +18,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import InitFrom, SafeCheckpoint
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint, load_weights
-from lightning_tricks.checkpoints.bucket import mirror
+from lightning_tricks.checkpoints.bucket import Bucket, mirror
 from lightning_tricks.checkpoints.load_weights import stream_weights
+from lightning_tricks.checkpoints.record import RECORD_FILE, Record, to_json
 from lightning_tricks.cli.choose_checkpoint import choose_checkpoint
+from lightning_tricks.guards.bucket_folder import BucketFolder
+from lightning_tricks.guards.checkpoint_folder import Retention
 
 ADDRESS = "s3://runs/one"
 DATA = batches([rows(4, 4)] * 99)  # all the same: a loader would begin with its first one at a resume
@@ -222,6 +225,47 @@ def test_a_folder_of_shards_without_one_of_its_files_is_not_whole(server, tmp_pa
         check_checkpoint(ADDRESS)
     with pytest.raises(UsageError, match=r"^s3://runs/b.ckpt: it is not there; check the path$"):
         check_checkpoint("s3://runs/b.ckpt")
+
+
+def test_a_part_is_no_checkpoint_and_the_run_that_has_left_it_deletes_it(server, tmp_path):
+    for step, run in ((4, "mine"), (6, "another")):
+        record = Record(step, number=step, run=run, checksums={"a": 1, "b": 2})
+        fsspec.filesystem("s3").pipe_file(f"runs/one/step={step}.ckpt/record.json", to_json(record))
+        fsspec.filesystem("s3").pipe_file(f"runs/one/step={step}.ckpt/a", b"a")
+    assert newest() is None
+    folder = BucketFolder(ADDRESS, Retention(1, 0, "min"), "mine", lambda _: None, leads=True)
+    folder.sweep()
+    assert folder.largest_number() == 0
+    folder.start()
+    folder.wait()
+    assert names() == ["step=6.ckpt/a", "step=6.ckpt/record.json"]
+
+
+def test_the_record_of_a_folder_is_put_first_and_deleted_last(server, tmp_path):
+    (folder := tmp_path / "step=2.ckpt").mkdir()
+    for name in "ab":
+        (folder / name).write_text(name)
+    (folder / RECORD_FILE).write_bytes(to_json(Record(2, checksums={"a": 1, "b": 2})))
+    seen = list[str]()
+    server.at_change = lambda number, what: seen.append(what)
+    bucket = Bucket(ADDRESS)
+    bucket.put(folder)
+    fsspec.filesystem("s3").rm("runs/one/step=2.ckpt/b")
+    assert bucket.look()["step=2.ckpt"].is_part
+    bucket.put(folder)  # what is missing
+    assert not bucket.look()["step=2.ckpt"].is_part
+    bucket.delete("step=2.ckpt", ["record.json", "a", "b"])
+    changes = [(what.split()[0], what.rpartition("/")[2]) for what in seen]
+    puts, deletes = ([name for verb, name in changes if verb == kind] for kind in ("PUT", "DELETE"))
+    assert puts == ["record.json", "a", "b", "b"]
+    assert deletes[-3:] == ["a", "b", "record.json"]
+    (folder / RECORD_FILE).write_bytes(to_json(Record(2, run="another")))
+    fsspec.filesystem("s3").put_file(str(folder / RECORD_FILE), "runs/one/step=2.ckpt/record.json")
+    (folder / RECORD_FILE).write_bytes(to_json(Record(2, run="mine")))
+    with pytest.raises(
+        UsageError, match=r"^s3://runs/one/step=2.ckpt: another checkpoint has this name: two runs save"
+    ):
+        bucket.put(folder)
 
 
 def test_every_reader_takes_an_address(server):
