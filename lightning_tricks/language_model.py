@@ -24,6 +24,7 @@ from lightning_tricks.callbacks import (
     PrecisionMonitor,
     ScheduleFree,
 )
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.load_weights import architecture, check_architecture, takes_decoder
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, as_file, open_checkpoint
 from lightning_tricks.metrics import BitsPerByte, TokenLoss
@@ -465,17 +466,15 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         """The model of a checkpoint, with the decoder that the checkpoint describes; other arguments as in Lightning.
 
         Args:
-            checkpoint_path: a file, or a folder of shards that `FSDP2Strategy` saved.
+            checkpoint_path: a file, or a folder of shards that `FSDP2Strategy` saved; its path or address.
             average: name of an average to take in place of the weights, such as `ema`.
             **kwargs: constructor arguments, such as `optimizer` and `schedule` to train the model.
 
         Raises:
             UsageError: the checkpoint is not complete, or not of a LanguageModel, or has no such average.
         """
-        if average is not None and "://" in str(checkpoint_path):
-            raise UsageError(f"average={average}: {checkpoint_path} is not on a file system: copy it to one first")
-        if isinstance(checkpoint_path, str | Path) and "://" not in str(checkpoint_path):
-            path = Path(checkpoint_path)
+        if isinstance(checkpoint_path, str | Path):
+            checkpoint_path = path = local_copy(checkpoint_path)
             checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=weights_only, average=average)
             if path.is_dir() or average is not None:
                 checkpoint_path = as_file(checkpoint)

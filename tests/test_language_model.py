@@ -284,10 +284,8 @@ def test_a_checkpoint_of_another_module_is_refused_in_one_line(tmp_path):
         LanguageModel.load_from_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(UsageError, match=r"there is no such file or folder"):
         LanguageModel.load_from_checkpoint(tmp_path / "none.ckpt")
-    with pytest.raises(
-        UsageError, match=r"^average=ema: s3://b/a\.ckpt is not on a file system: copy it to one first$"
-    ):
-        LanguageModel.load_from_checkpoint("s3://b/a.ckpt", average="ema")
+    with pytest.raises(UsageError, match=r"^memory://b/a\.ckpt: it is not there; check the path$"):
+        LanguageModel.load_from_checkpoint("memory://b/a.ckpt", average="ema")
 
 
 # ---- experts

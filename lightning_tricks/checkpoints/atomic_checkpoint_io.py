@@ -1,6 +1,5 @@
 """Save a checkpoint so that a kill, a full disk or a power cut leaves the older one; check it before it is opened."""
 
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable
@@ -12,13 +11,15 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.address import is_address
 from lightning_tricks._trainer.lightning import WarnOnce, pl
 from lightning_tricks._trainer.objects import is_a
+from lightning_tricks.checkpoints.bucket import local_copy, mirror, put_file
 from lightning_tricks.checkpoints.check_checkpoint import identity
-from lightning_tricks.checkpoints.open_checkpoint import check_content, open_checkpoint, refused_object
+from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import record_or_none
 from lightning_tricks.checkpoints.snapshot import HostBuffers, kinds_of, snapshot
-from lightning_tricks.checkpoints.write_file import write_file
+from lightning_tricks.checkpoints.write_file import remove, write_file
 
 
 class BackgroundWriter:
@@ -72,8 +73,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
     A checkpoint with an object that a load would not let in is saved all the same; the first one causes a warning that
     names the object's class.
 
-    Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. Addresses (`s3://...`) are written
-    and read as Lightning does.
+    Give it to a Trainer as a plugin; `python -m lightning_tricks` does so by itself. A file for an address (`s3://...`)
+    is written on this host, then put there; what is read from an address is fetched first.
 
     Args:
         asynchronous: whether a save copies the checkpoint to the host's memory and returns, while a thread writes; the
@@ -139,8 +140,11 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
 
     def _write(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Write a file, again each time `on_error` returns "retry"."""
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path)
+        if is_address(path):
+            place = mirror(path)
+            write_file(checkpoint, place)
+            put_file(place, str(path))
+            remove(place)  # written above
             return
         path = Path(path)
         while True:
@@ -204,9 +208,8 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a folder; its tensors are on the CPU, or for a file where `map_location` puts them."""
-        if "://" in str(path):
-            return self._load_from_address(path, map_location, weights_only)
-        verified, bare = self.was_verified(path), record_or_none(Path(path)) is not None
+        path = local_copy(path)
+        verified, bare = self.was_verified(path), record_or_none(path) is not None
         return open_checkpoint(
             path, weights_only=weights_only, verify=not verified, map_location=map_location or "cpu", mmap=False,
             bare=bare,
@@ -220,16 +223,6 @@ class AtomicCheckpointIO(pl.plugins.TorchCheckpointIO):
         """Whether a checkpoint is the one that was verified; true once."""
         verified, self._verified = self._verified, []
         return bool(verified) and identity(path) == verified
-
-    def _load_from_address(self, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-        if weights_only is None:  # Lightning lets in every object of a checkpoint from http
-            weights_only = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") not in ("1", "y", "yes", "true")
-        try:
-            checkpoint = super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
-        except pickle.UnpicklingError as error:
-            raise refused_object(path, error) from None
-        check_content(checkpoint, path)
-        return checkpoint
 
 
 def wait_for_write(trainer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import inside
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.folder_metadata import SHARDS_METADATA, read_metadata
 from lightning_tricks.checkpoints.record import DAMAGED_ARCHIVE, RECORD_FILE, damage, read_record
 
@@ -26,19 +27,17 @@ def check_checkpoint(path: str | Path, resumes: bool = False) -> Path:
     error names the path of the older one.
 
     Args:
-        path: the value of `ckpt_path`; a path with a protocol (`s3://...`) is not checked.
+        path: the value of `ckpt_path`; what is behind an address (`s3://...`) is fetched, see `fetch`.
         resumes: whether training shall go on from it, which needs more than weights.
 
     Returns:
-        The path.
+        The path on this host.
 
     Raises:
         UsageError: nothing there; a folder that is incomplete, of DeepSpeed, of another program, or of something else;
             a file cut short or of another kind; one that holds weights only where `resumes`.
     """
-    if "://" in str(path):
-        return Path(path)
-    path = Path(path)
+    path = local_copy(path)
     if path.is_dir():
         _check_folder(path)
     elif path.is_file():
@@ -201,8 +200,7 @@ def verify_checkpoint(path: str | Path, resumes: bool = False) -> Path:
         UsageError: what `check_checkpoint` raises; other bytes than were written; a checkpoint of a newer version.
     """
     checked = check_checkpoint(path, resumes)
-    if "://" not in str(path):
-        check_bytes(checked)
+    check_bytes(checked)
     return checked
 
 

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import is_inside
+from lightning_tricks._host.address import is_address
+from lightning_tricks.checkpoints.bucket import Bucket, fetch, mirror
 from lightning_tricks.checkpoints.check_checkpoint import replaced_path
 from lightning_tricks.checkpoints.record import Record, read_record
 
@@ -24,6 +27,7 @@ class Candidate:
         path: its name, with links followed.
         place: where it lies: `path`, or the name that it has while a newer one takes its place.
         link: a name that leads to it, such as `last.ckpt`; None where there is none.
+        address: of a checkpoint in a bucket, which is fetched to `place` when it is looked at.
         record: None where it has none, or none that can be read.
         written_ns: time of the last write.
         problem: why it cannot be used, as far as its name and its record tell.
@@ -35,11 +39,23 @@ class Candidate:
     written_ns: int
     problem: str | None = None
     link: Path | None = None
+    address: str | None = None
 
     @property
     def shown_path(self) -> Path:
         """The path to show: the link, where there is one."""
         return self.link or self.place
+
+    def look(self, check: Callable[[Path], Any]) -> str | None:
+        """Why it cannot be used; None where it can, and is on this host now. See `newest_whole`."""
+        try:
+            if self.problem is None:
+                check(fetch(self.address) if self.address else self.place)
+        except UsageError as error:
+            return str(error).removeprefix("damaged: ").removesuffix(": take an older checkpoint")
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+        return self.problem
 
 
 @dataclass
@@ -50,11 +66,22 @@ class Found:
     passed_over: list[str] = field(default_factory=list)  # one line for each newer one, the newest first
 
 
-def candidates(folder: Path) -> list[Candidate]:
+def candidates(folder: Path | str) -> list[Candidate]:
     """The checkpoints of one folder, the oldest first, each once: links lead to files that stand there themselves.
 
-    The number in their records decides, then the step; where a record is missing, the time of writing.
+    The number in their records decides, then the step; where a record is missing, the time of writing. Of an address,
+    those in the bucket and those on this host; of two with one number, the one on this host is the newer.
     """
+    if is_address(folder):
+        stored = Bucket(str(folder)).look()
+        there = [
+            Candidate(place := mirror(folder) / name, place, one.record, 0, one.problem or _not_finite(one.record),
+                      address=f"{folder}/{name}")
+            for name, one in stored.items()
+            if not one.is_part
+        ]  # fmt: skip
+        return _in_order([*there, *candidates(mirror(folder))])
+    folder = Path(folder)
     names = set(folder.glob("*.ckpt"))
     names |= {folder / path.name[1:].removesuffix(".replaced") for path in folder.glob(".*.ckpt.replaced")}
     found: dict[Path, Candidate] = {}
@@ -83,9 +110,11 @@ def _candidate(path: Path, place: Path, folder: Path) -> Candidate:
         record = read_record(place)
     except UsageError as error:
         return Candidate(path, place, None, written, str(error), link)
-    not_finite = record is not None and record.finite is False
-    problem = "its weights are not finite numbers" if not_finite else None
-    return Candidate(path, place, record, written, problem, link)
+    return Candidate(path, place, record, written, _not_finite(record), link)
+
+
+def _not_finite(record: Record | None) -> str | None:
+    return "its weights are not finite numbers" if record and record.finite is False else None
 
 
 def _in_order(found: Iterable[Candidate]) -> list[Candidate]:
@@ -101,20 +130,20 @@ def _in_order(found: Iterable[Candidate]) -> list[Candidate]:
     return [c for *_, c in sorted(timed, key=lambda entry: entry[:2])]
 
 
-def newest_whole(folders: Iterable[Path], damage: Callable[[Path], str | None]) -> Found:
+def newest_whole(folders: Iterable[Path | str], check: Callable[[Path], Any]) -> Found:
     """The newest checkpoint of these folders that can be used; reads whole files, the newest first, until one is whole.
 
     Args:
-        folders: there or not. Between folders, the time of writing decides.
-        damage: says why a checkpoint cannot be used; None where it can.
+        folders: there or not, or addresses. Between folders, the time of writing decides.
+        check: raises a UsageError or an OSError where a checkpoint cannot be used.
     """
     answer = Found()
     for candidate in _newest_first([candidates(folder) for folder in folders]):
-        problem = candidate.problem or damage(candidate.place)
+        problem = candidate.look(check)
         if problem is None:
             answer.chosen = candidate
             break
-        name = str(candidate.place)
+        name = str(candidate.address or candidate.place)
         answer.passed_over.append(problem if name in problem else f"{name}: {problem}")
     return answer
 

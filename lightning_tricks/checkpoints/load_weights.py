@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import no_weights, verify_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
 from lightning_tricks.checkpoints.hf_folder import (
@@ -63,7 +64,7 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
         One line that tells what was loaded and what was left out.
 
     Raises:
-        UsageError: nothing there; an address (`s3://...`); a damaged file; DeepSpeed's folder; the first weight that
+        UsageError: nothing there; a damaged file; DeepSpeed's folder; the first weight that
             only one of the two has, or that has another shape; no such average.
     """
     checkpoint = read_weights(path, average=average, module=module)
@@ -74,15 +75,13 @@ def load_weights(module: nn.Module, path: str | Path, average: str | None = None
 
 def check_source(path: str | Path) -> Path:
     """Refuse a path from which no weights can be read, see `load_weights`; reads a file to its end, opens no tensor."""
-    if "://" in str(path):
-        raise UsageError(f"{path}: weights are read from a file system: copy it to a disk and give that path")
-    place = Path(path)
+    place = local_copy(path)
     if is_hf_folder(place):
         read_config(place)
         open_weights(place)  # which maps the files and reads their headers
         return place
     if place.suffix != _SAFETENSORS:
-        return verify_checkpoint(path)
+        return verify_checkpoint(place)
     if not place.is_file():
         raise UsageError(f"{place}: there is no such file")
     return place
@@ -230,8 +229,8 @@ def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeig
     Raises:
         UsageError: see `open_checkpoint`; no such average.
     """
-    rest = open_checkpoint(path, parts=(), weights_only=True)
-    place = Path(path)
+    place = local_copy(path)
+    rest = open_checkpoint(place, parts=(), weights_only=True)
     found = _of_folder(place, rest, average) if place.is_dir() else _of_file(place, rest, average)
     check_decoder(rest, len(found.shapes), path)
     return found

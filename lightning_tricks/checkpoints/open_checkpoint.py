@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.foreign_files import inside
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
 from lightning_tricks.models import DecoderConfig
@@ -69,7 +70,7 @@ def open_checkpoint(
     them.
 
     Args:
-        path: a file or a folder of shards, see `check_checkpoint`.
+        path: a file or a folder of shards, or an address, see `check_checkpoint`.
         parts: what to read of a folder besides the Trainer's own state; none for that state alone. A file has all.
         weights_only: for everything but tensors, as in `torch.load`: None stands for True, unless
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 is set. `.metadata` never runs anything, see `read_metadata`.
@@ -88,10 +89,10 @@ def open_checkpoint(
         UsageError: see `verify_checkpoint`; a file or a folder of another program; an object that `weights_only`
             refuses, naming its class; a file that torch cannot open; no such average.
     """
-    place = Path(path)
+    place = local_copy(path)
     if verify:
-        place = check_checkpoint(path)
-        if _is_first_of_host():
+        place = check_checkpoint(place)
+        if is_first_of_host():
             check_bytes(place)
     if not parts:
         file = inside(place, place / TRAINER_STATE) if place.is_dir() else place
@@ -113,8 +114,8 @@ def open_checkpoint(
     return checkpoint
 
 
-def _is_first_of_host() -> bool:
-    """Whether this process verifies a checkpoint for its host: what it refuses ends the run of all."""
+def is_first_of_host() -> bool:
+    """Whether this process does for its host what is done once: what it refuses ends the run of all."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

@@ -81,6 +81,11 @@ def read_record(path: Path) -> Record | None:
         text = file.read_bytes() if file != path else _comment(path)
     except (*DAMAGED_ARCHIVE, OSError):
         return None
+    return parse_record(text, path)
+
+
+def parse_record(text: bytes, path: Any) -> Record | None:
+    """The record of a checkpoint at `path`, of the text that `to_json` gives; see `read_record`."""
     if not text:
         return None
     try:

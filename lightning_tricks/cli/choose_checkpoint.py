@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_run_folder
+from lightning_tricks._host.address import ask, is_address
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.loop import take_loops_step
 from lightning_tricks._trainer.objects import chosen_version
 from lightning_tricks._trainer.processes import store_before_the_run
 from lightning_tricks._trainer.run_facts import weights_layout
 from lightning_tricks.checkpoints import AtomicCheckpointIO, check_checkpoint
+from lightning_tricks.checkpoints.bucket import fetch
 from lightning_tricks.checkpoints.check_checkpoint import check_bytes, check_names_weights, identity, verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import Candidate, Found, candidates, newest_whole, restore_name
 from lightning_tricks.strategies.consolidate_deepspeed import read_layout
@@ -60,15 +62,14 @@ def choose_checkpoint(command: str, given: Any, trainer: Any, resume: str = "non
     if given is None or str(given) == "none":
         return None
     path = str(given)
-    if path == "last" and not is_remote(_folder_of_runs(trainer)):
+    if path == "last":
         return _newest("ckpt_path=last", command, trainer)
     if path == "best":
         raise UsageError(
             "ckpt_path=best: only the program that has trained knows it: give the file, such as "
             "checkpoints/step=N.ckpt with the best step that `runs` prints"
         )
-    _check(path, trainer, resumes=command == "fit")
-    return path
+    return _check(path, trainer, resumes=command == "fit")
 
 
 def looks_for_newest(command: str, given: Any, resume: str) -> bool:
@@ -79,11 +80,6 @@ def looks_for_newest(command: str, given: Any, resume: str) -> bool:
 def newest_checkpoint(folder: Any) -> Candidate | None:
     """The newest checkpoint in a folder, as far as its name and its record tell; None where there is none."""
     return next((found for found in reversed(candidates(Path(folder))) if found.problem is None), None)
-
-
-def is_remote(place: str) -> bool:
-    """Whether a path is a URL, such as that of a bucket."""
-    return "://" in place
 
 
 def folder_name(version: Any) -> str:
@@ -105,9 +101,7 @@ def relative_to_cwd(path: Any) -> str:
 def _newest(option: str, command: str, trainer: Any) -> str | None:
     """The checkpoint that `last` or `auto` means; None where there is none for `auto`."""
     folders, where = _places(trainer)
-    if option == "resume=auto" and is_remote(where):
-        raise UsageError(f"resume=auto: {where} is no folder of a file system: give --ckpt_path ADDRESS or none")
-    found = newest_whole(folders, partial(_damage, trainer, command == "fit"))
+    found = newest_whole(folders, partial(_verify, trainer, command == "fit"))
     found.passed_over = [line.replace(os.getcwd() + os.sep, "") for line in found.passed_over]
     for line in found.passed_over:
         rank_zero_info(f"{option}: skipped: {line}")
@@ -118,7 +112,7 @@ def _newest(option: str, command: str, trainer: Any) -> str | None:
     # running fit, which moves the link, names the file.
     path = (found.chosen.link if command == "fit" else None) or restore_name(found.chosen)
     kind = "the newest complete checkpoint" if found.passed_over else "the newest checkpoint"
-    rank_zero_info(f"{option}: {relative_to_cwd(path)}, {kind} in {where}")
+    rank_zero_info(f"{option}: {found.chosen.address or relative_to_cwd(path)}, {kind} in {where}")
     return str(path)
 
 
@@ -139,30 +133,27 @@ def _is_of_deepspeed(trainer: Any) -> bool:
     return weights_layout(trainer.strategy) in ("engine", "foreign engine")
 
 
-def _damage(trainer: Any, resumes: bool, path: Path) -> str | None:
-    """Why a checkpoint cannot be used, in the words of the check that refused it; None where it can."""
-    try:
-        if _is_of_deepspeed(trainer) and path.is_dir():
-            read_layout(path)
-            check_bytes(path)
-        else:
-            verify_checkpoint(path, resumes)
-    except UsageError as error:
-        return str(error).removeprefix("damaged: ").removesuffix(": take an older checkpoint")
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    return None
+def _verify(trainer: Any, resumes: bool, path: Path) -> None:
+    """Refuse a checkpoint that cannot be used."""
+    if _is_of_deepspeed(trainer) and path.is_dir():
+        read_layout(path)
+        check_bytes(path)
+    else:
+        verify_checkpoint(path, resumes)
 
 
-def _places(trainer: Any) -> tuple[list[Path], str]:
+def _places(trainer: Any) -> tuple[list[Path | str], str]:
     """The folders to look in: those of the savers, and that of the newest run with checkpoints; and words for both."""
-    given = [str(saver.dirpath) for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
-    folders = [Path(folder) for folder in given]
+    savers = [saver for saver in trainer.checkpoint_callbacks if getattr(saver, "dirpath", None)]
+    given = [getattr(saver, "address", None) or str(saver.dirpath) for saver in savers]
+    folders: list[Path | str] = [folder if is_address(folder) else Path(folder) for folder in given]
     searched = [relative_to_cwd(folder) for folder in given]
     if len(given) < len(trainer.checkpoint_callbacks) or not given:
-        root = Path(_folder_of_runs(trainer))
-        for folder in (run / "checkpoints" for run in _run_folders(trainer)):
-            check_run_folder(root, folder)
+        root = _folder_of_runs(trainer)
+        for run in _run_folders(trainer, root):
+            folder = f"{run}/checkpoints" if is_address(root) else Path(run, "checkpoints")
+            if isinstance(folder, Path):
+                check_run_folder(Path(root), folder)
             if candidates(folder):
                 folders.append(folder)
                 break
@@ -178,26 +169,32 @@ def _folder_of_runs(trainer: Any) -> str:
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name))
 
 
-def _run_folders(trainer: Any) -> list[Path]:
+def _run_folders(trainer: Any, root: str) -> list[str]:
     """The folders of the recipe's runs, the newest first: one, where the logger has a fixed version or is missing."""
-    root, logger = Path(_folder_of_runs(trainer)), trainer.logger
+    logger = trainer.logger
     if logger is None:
         return [root]
     if (fixed := chosen_version(logger)) is not None:
-        return [root / folder_name(fixed)]
-    folders = [path.parent for path in root.glob("*/checkpoints")]
-    return sorted(folders, key=lambda path: (number(path), path.stat().st_mtime_ns), reverse=True)
+        return [f"{root}/{folder_name(fixed)}"]
+    if is_address(root):
+        names = ask(root, lambda fs, path: [name.split("/")[-2] for name in fs.glob(f"{path}/*/checkpoints")])
+        return sorted((f"{root}/{name}" for name in names), key=lambda run: number(Path(run)), reverse=True)
+    folders = [path.parent for path in Path(root).glob("*/checkpoints")]
+    return [str(run) for run in sorted(folders, key=lambda path: (number(path), path.stat().st_mtime_ns), reverse=True)]
 
 
-def _check(path: str, trainer: Any, resumes: bool) -> None:
-    """Refuse a checkpoint that cannot be opened."""
+def _check(path: str, trainer: Any, resumes: bool) -> str:
+    """Refuse a checkpoint that cannot be opened; its path on this host, where our plugin opens it."""
     if path in ("last", "best", "hpc") or path.startswith("registry"):
-        return
+        return path
     if not path:
         raise UsageError("ckpt_path='': give a checkpoint's file or folder, or last, or leave the option out")
     ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-    if ours and not _is_of_deepspeed(trainer) and not is_remote(path):
+    if ours and is_address(path):
+        path = str(fetch(path))
+    if ours and not _is_of_deepspeed(trainer):
         check_names_weights(check_checkpoint(path, resumes))
+    return path
 
 
 # ---- one choice on all ranks

@@ -12,12 +12,13 @@ from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_links
+from lightning_tricks._host.address import is_address
 from lightning_tricks._host.machine import listed
 from lightning_tricks._host.writable import check_folders_of_run
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning_tricks._trainer.loop import logging_step
 from lightning_tricks._trainer.objects import choose_version, chosen_version, folder_of_run, has_versions, next_version
-from lightning_tricks.cli.choose_checkpoint import folder_name, is_remote, number, relative_to_cwd
+from lightning_tricks.cli.choose_checkpoint import folder_name, number, relative_to_cwd
 from lightning_tricks.cli.recipe_parser import lightning_cli
 
 
@@ -62,7 +63,7 @@ class RunFolder(pl.Callback):
         For a run that goes on it adds a filter of warnings, to be taken back by the caller.
         """
         self.checkpoint = checkpoint
-        loggers = [one for one in trainer.loggers if has_versions(one) and not is_remote(one.root_dir)]
+        loggers = [one for one in trainer.loggers if has_versions(one) and not is_address(one.root_dir)]
         free = [logger for logger in loggers if chosen_version(logger) is None]
         next_number = max((next_version(logger) for logger in free), default=0)
         resumable = [logger for logger in free if hasattr(logger, "resume_at")]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.load_weights import matched
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.commands.answers import check_json, write_json
@@ -261,7 +262,7 @@ def autopsy(
             that the run has not; no whole checkpoint.
     """
     _check_kinds(module, data)
-    path, device = Path(checkpoint_path), torch.device(device)
+    path, device = local_copy(checkpoint_path), torch.device(device)
     checkpoint = open_checkpoint(path, weights_only=weights_only)
     data.prepare_data()
     data.setup("fit")

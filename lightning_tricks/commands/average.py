@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_file
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.record import KEY
 from lightning_tricks.checkpoints.write_file import write_file
@@ -34,7 +35,7 @@ def run(args: list[str]) -> None:
     parser.add_argument("--output", required=True, help="the file to write, which must not exist")
     parser.add_argument("--weights", help="a number for each checkpoint, as 1,2,1; default: all the same")
     options = parser.parse_args(args)
-    output, paths = Path(options.output), [Path(path) for path in options.checkpoints]
+    output, paths = Path(options.output), [local_copy(path) for path in options.checkpoints]
     check_file("average: output", output)
     if output.exists():
         raise UsageError(f"average: output={output} exists: name another file, or remove it first")

@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.objects import chosen_version, has_versions
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint, check_training_state, is_of_deepspeed
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
@@ -77,10 +78,8 @@ def _name(schedule: Any) -> str:
 def read_trunk(ckpt_path: str, weights_only: bool | None = None) -> Trunk:
     """The step of a checkpoint, file or folder, and the schedule of its run, which DeepSpeed's do not hold.
 
-    No tensor of a folder is read. An address is refused, a checkpoint that is not whole, and weights alone.
+    No tensor of a folder is read. Refused is a checkpoint that is not whole, and weights alone.
     """
-    if "://" in ckpt_path:
-        raise UsageError(f"branch: ckpt_path={ckpt_path}: download the checkpoint and give its path")
     path = Path(ckpt_path)
     if path.is_dir() and is_of_deepspeed(path):
         if (record := read_record(path)) is None:
@@ -109,6 +108,7 @@ class Branch:
 
     def change(self, config: Any) -> None:
         """Look at the checkpoint, and let the decay start at its step."""
+        self.ckpt_path = str(local_copy(self.ckpt_path))
         trunk = read_trunk(self.ckpt_path, config.get("weights_only"))
         settings, trainer = config.model.get("init_args") or {}, config.trainer
         trunk.check(_built(settings.get("schedule")), trainer.get("max_steps"))

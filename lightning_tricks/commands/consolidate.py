@@ -6,6 +6,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
 from lightning_tricks._host.writable import check_file
 from lightning_tricks.checkpoints import check_checkpoint, open_checkpoint, size_of_folder
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import is_of_deepspeed
 from lightning_tricks.checkpoints.write_file import write_file
 from lightning_tricks.commands import CommandParser
@@ -26,7 +27,7 @@ def run(args: list[str]) -> None:
     parser.add_argument("file", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
-    folder, file = Path(options.folder), Path(options.file)
+    folder, file = local_copy(options.folder), Path(options.file)
     check_file("consolidate: file", file)
     if file.exists() and not options.overwrite:
         raise UsageError(f"{file} exists: name another file, or give --overwrite")

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.foreign_files import check_run_folder
 from lightning_tricks._core.quote import printable_lines, say
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import verify_checkpoint
 from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.open_checkpoint import WEIGHTS, open_checkpoint
@@ -123,7 +124,7 @@ def trained_model(ckpt_path: str, average: str | None = None) -> TrainedModel:
         UsageError: the checkpoint is damaged, of another module, or holds no tokenizer or no such average.
     """
     newest = ckpt_path == "last"
-    path = newest_checkpoint() if newest else Path(ckpt_path)
+    path = newest_checkpoint() if newest else local_copy(ckpt_path)
     checkpoint = open_checkpoint(path, parts=WEIGHTS, weights_only=True, average=average, verify=not newest)
     decoder, tokenizer = decoder_from_checkpoint(checkpoint, path), tokenizer_from_checkpoint(checkpoint)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -140,14 +141,7 @@ def newest_checkpoint() -> Path:
     for folder in folders:
         check_run_folder(Path(), folder)
 
-    def damage(path: Path) -> str | None:
-        try:
-            verify_checkpoint(path)
-        except UsageError as error:
-            return str(error)
-        return None
-
-    found = newest_whole(folders, damage)
+    found = newest_whole(folders, verify_checkpoint)
     for line in found.passed_over:
         say(f"ckpt_path=last: skipped: {line}", file=sys.stderr)
     if found.chosen is None:

@@ -10,6 +10,7 @@ import torch
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say, shell_word, yaml_text
 from lightning_tricks._host.writable import check_file
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.hf_folder import (
     check_depth,
     is_hf_folder,
@@ -60,7 +61,7 @@ def run(args: list[str]) -> None:
     parser.add_argument("folder", help="with config.json and safetensors")
     parser.add_argument("--output", required=True, help="the recipe to write, which must not exist")
     options = parser.parse_args(args)
-    folder, output = Path(options.folder), Path(options.output)
+    folder, output = local_copy(options.folder), Path(options.output)
     check_file("import: output", output)
     if os.path.lexists(output):
         raise UsageError(f"import: output={output} exists: name another file, or remove it first")

@@ -37,11 +37,6 @@ def remove_unfinished(cache_dir: Path) -> None:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/lightning_tricks`, else `~/.cache/lightning_tricks`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_tricks"
-
-
 def build_once(folder: Path, build: Callable[[Path], None]) -> None:
     """Fill `folder` by calling `build` with a temporary folder beside it, unless `folder` exists.
 

@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._host.address import default_cache_dir
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks.data.base import Source, TokenDataModule
-from lightning_tricks.data.content import default_cache_dir
 from lightning_tricks.data.cursor import steps_done
 from lightning_tricks.data.mixture import UNIT, Mixture, Resolved, Stage
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, derive_key

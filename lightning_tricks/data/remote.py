@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,14 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsspec.core import has_magic, url_to_fs
+from fsspec.core import has_magic
 
-from lightning_tricks._core.errors import PIP_EXTRA, UsageError
+from lightning_tricks._host.address import ask, read_part, version_of
 
 BLOCK_BYTES = 1 << 20  # a row at a drawn place needs a few KB, and a larger block fetches more that may never be read
-WAITS_SECONDS = (0.5, 1, 2, 4, 8)  # before each further try
-EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "hf": "hf"}  # of this package, by protocol
-VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "created")
 Result = TypeVar("Result")
 
 
@@ -109,15 +105,7 @@ class RemoteFile:
 
     def head(self, start: int, count: int) -> bytes:
         """Bytes start..start+count-1, fewer where the file ends; past the cache, for a look at many files."""
-        stop = min(start + count, self.size)
-
-        def fetch(fs: Any, path: str) -> bytes:
-            data: bytes = fs.cat_file(path, start=start, end=stop)
-            if len(data) != stop - start:
-                raise OSError(f"{len(data)} of {stop - start} bytes came")
-            return data
-
-        return _ask(self.url, fetch) if stop > start else b""
+        return read_part(self.url, start, min(start + count, self.size))
 
     def read(self, start: int, count: int) -> bytes:
         """The same through the cache."""
@@ -148,7 +136,7 @@ def find_remote(url: str, cache: BlockCache, of_folder: Callable[[list[Any]], li
         UsageError: it is not there, the bucket refuses, the library of its protocol is missing.
     """
     _listed.cache_clear()
-    _ask(url, lambda fs, path: fs.invalidate_cache())
+    ask(url, lambda fs, path: fs.invalidate_cache())
     return _find(url, cache, of_folder)
 
 
@@ -165,33 +153,8 @@ def _find(url: str, cache: BlockCache, of_folder: Callable[[list[Any]], list[Any
         found = list[RemoteFile]()
         for info in sorted(infos, key=lambda info: str(info["name"])):
             if info["type"] == "file":
-                version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
-                found.append(RemoteFile(fs.unstrip_protocol(info["name"]), int(info["size"]), str(version), cache))
+                url = fs.unstrip_protocol(info["name"])
+                found.append(RemoteFile(url, int(info["size"]), version_of(info), cache))
         return of_folder(found) if is_folder else found
 
-    return _ask(url, files)
-
-
-def _ask(url: str, question: Callable[[Any, str], Result]) -> Result:
-    """Ask the filesystem of a URL, and again where the connection drops.
-
-    Raises:
-        UsageError: names the URL and the reason.
-    """
-    for wait in (*WAITS_SECONDS, None):
-        try:
-            return question(*url_to_fs(url))  # the filesystem of this process: one from before a fork is not used
-        except (ImportError, ValueError) as error:
-            extra = EXTRAS.get(url.partition(":")[0])
-            remedy = PIP_EXTRA.format(extra) if extra else "check the URL"
-            raise UsageError(f"{url}: {error}; {remedy}") from None
-        except FileNotFoundError:
-            raise UsageError(f"{url}: it is not there; check the path") from None
-        except PermissionError as error:
-            raise UsageError(f"{url}: access is refused ({error}); check the credentials and the path") from None
-        except Exception as error:  # of a connection: each library has its own class
-            if wait is None:
-                tries, reason = len(WAITS_SECONDS) + 1, " ".join(f"{type(error).__name__}: {error}".split())
-                raise UsageError(f"{url}: not read in {tries} tries ({reason}); go on when it answers again") from error
-            time.sleep(wait)
-    raise AssertionError("the last try returns or raises")
+    return ask(url, files)

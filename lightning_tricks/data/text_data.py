@@ -17,10 +17,11 @@ from typing import Any
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import say
+from lightning_tricks._host.address import default_cache_dir
 from lightning_tricks._host.writable import check_folder
 from lightning_tricks._trainer.lightning import rank_zero_info
 from lightning_tricks.data.base import Source, TokenDataModule
-from lightning_tricks.data.content import build_once, default_cache_dir
+from lightning_tricks.data.content import build_once
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.shards import ByteCorrections, TokenStream

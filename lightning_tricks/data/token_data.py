@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_tricks._core.errors import UsageError, check_choice
+from lightning_tricks._host.address import default_cache_dir
 from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
-from lightning_tricks.data.content import default_cache_dir
 from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.remote import BlockCache, file_size, find_remote
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE
 from lightning_tricks.checkpoints.hf_folder import is_hf_folder, tokenizer_file
 from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
@@ -315,7 +316,7 @@ def open_tokenizer(option: str | None) -> tuple[Tokenizer | None, str]:
     """
     if option is None:
         return None, ""
-    path = Path(option).expanduser()
+    path = local_copy(option).expanduser()
     if is_hf_folder(path):
         return load_tokenizer(tokenizer_file(path)), str(path)
     file = path / TRAINER_STATE if path.is_dir() else path

@@ -140,10 +140,11 @@ def move_last(target: Path) -> None:
     fsync_path(last.parent)
 
 
-def _free_name(path: Path, ours: Collection[str] = ()) -> Path:
+def _free_name(path: Path, ours: Collection[str] = (), taken: Collection[str] = ()) -> Path:
     """The path, with the first of -v1, -v2, ... that is not taken, or is one of ours, if it is."""
     versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
-    return next(new for new in itertools.chain([path], versions) if new.name in ours or not os.path.lexists(new))
+    paths = itertools.chain([path], versions)
+    return next(new for new in paths if new.name in ours or not (new.name in taken or os.path.lexists(new)))
 
 
 # ---- the folder
@@ -164,6 +165,8 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
+        self.stored: dict[str, Record] = {}  # whole ones of a bucket, by their names, see BucketFolder
+        self.taken: set[str] = set()  # all names in it
         self._known: dict[str, tuple[list[int], Record | None]] = {}  # by name: the file's identity, and its record
         self._retried: Path | None = None
 
@@ -184,6 +187,10 @@ class CheckpointFolder:
         found = {path.name: self.record(path) for path in self.path.glob(_PATTERN) if path.name != LAST}
         return {name: record for name, record in found.items() if record}
 
+    def all_records(self) -> dict[str, Record]:
+        """Those of the bucket too."""
+        return {**self.stored, **self.records()}
+
     def of_this_run(self, records: Records) -> dict[str, Record]:
         """Those of the records that name this run, by the names that `path_of` gives: others are a user's copies."""
         return {
@@ -194,7 +201,7 @@ class CheckpointFolder:
 
     def line_on_others(self) -> str | None:
         """The line that tells of checkpoints that this run did not write; None where there are none."""
-        records = {name: record for name, record in self.records().items() if record.number > 0}
+        records = {name: record for name, record in self.all_records().items() if record.number > 0}
         others = records.keys() - self.of_this_run(records).keys()
         if not others:
             return None
@@ -206,7 +213,7 @@ class CheckpointFolder:
 
     def largest_number(self) -> int:
         """The number of the newest checkpoint, 0 where there is none."""
-        return max((record.number for record in self.records().values()), default=0)
+        return max((record.number for record in self.all_records().values()), default=0)
 
     def newest(self) -> Path | None:
         """The path of the checkpoint that `last` means."""
@@ -219,11 +226,21 @@ class CheckpointFolder:
         Where a file of another run or program has that name, it is `step=N-v1.ckpt`; where the new weights are not
         finite and those of the older checkpoint are, `step=N-not-finite.ckpt`.
         """
-        name, ours = f"step={record.step}", self.of_this_run(self.records())
+        name, ours = f"step={record.step}", self.of_this_run(self.all_records())
         older = ours.get(f"{name}.ckpt")
         if record.finite is False and older and older.finite:
             name += "-not-finite"
-        return _free_name(self.path / f"{name}.ckpt", ours)
+        return _free_name(self.path / f"{name}.ckpt", ours.keys() - self.taken, self.taken)
+
+    def shown(self, name: str) -> str:
+        """The path of a checkpoint; the address of one that only the bucket has."""
+        return str(self.path / name)
+
+    def start(self) -> None:
+        """Begin to train."""
+
+    def wait(self) -> None:
+        """Return when nothing is being uploaded."""
 
     def protect(self, path: Path) -> None:
         """Keep a checkpoint, or the one to which a link leads, whatever its age."""
@@ -244,14 +261,19 @@ class CheckpointFolder:
                 except OSError as error:  # the older one, to which it leads, must stay
                     rank_zero_warn(f"SafeCheckpoint: {self.path / LAST} links to an older checkpoint: {error.strerror}")
                     return ours
-            for old in to_delete(ours, self.retention, self.protected):
+            local = {  # a permanent one stays in the bucket
+                name: replace(record, permanent=record.permanent and name not in self.stored)
+                for name, record in ours.items()
+            }
+            for old in to_delete(local, self.retention, self.protected):
                 self._delete(old)
                 del ours[old]
             return ours
 
     def on_commit(self, path: Path) -> None:
         """A new checkpoint has its name."""
-        records = self.update()
+        self.update()
+        records = self.of_this_run(self.all_records())
         if last_of(records):  # not where a user has saved weights alone, before the first checkpoint
             self.on_update(records)
 
@@ -275,8 +297,9 @@ class CheckpointFolder:
         """Why nothing can be saved here, however much room there is; empty where it can."""
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
-            return f"{there} is a file"
-        return "" if os.access(there, os.W_OK | os.X_OK) else f"this process may not write to {there}"
+            return f"{self.path}: {there} is a file: give another folder"
+        allowed = os.access(there, os.W_OK | os.X_OK)
+        return "" if allowed else f"{self.path}: this process may not write to {there}: give another folder"
 
     def sweep(self) -> None:
         """Clean up after a killed process: delete unfinished checkpoints, restore replaced ones, mend `last.ckpt`."""

@@ -241,23 +241,19 @@ class SavedStates:
         return None if path is None else (path, _load(trainer, path))
 
     def _find(self, is_good: Callable[[int], bool]) -> Path | None:
-        def problem(place: Path) -> str | None:
+        def check(place: Path) -> None:
             candidate = by_place.get(place)
             if candidate is None:
-                return "new"
-            try:
-                step = _step_of(candidate)
-                is_older = (place, candidate.written_ns) in self._older
-                if not is_good(step) or (is_older and step > self._goes_on_from):
-                    return "of another time"
-                verify_checkpoint(place, resumes=True)
-            except (UsageError, OSError) as error:
-                return str(error)
-            return None
+                raise UsageError("new")
+            step = _step_of(candidate)
+            is_older = (place, candidate.written_ns) in self._older
+            if not is_good(step) or (is_older and step > self._goes_on_from):
+                raise UsageError("of another time")
+            verify_checkpoint(place, resumes=True)
 
         folders = folders_of(self._trainer)
         by_place = {candidate.place: candidate for folder in folders for candidate in candidates(folder)}
-        chosen = newest_whole(folders, problem).chosen
+        chosen = newest_whole(folders, check).chosen
         return None if chosen is None else restore_name(chosen)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name, names_of_others
 from lightning_tricks._core.protocols import KnowsWeights
+from lightning_tricks._host.address import is_address
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_info
 from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
 from lightning_tricks._trainer.run_facts import weights_layout
@@ -37,7 +38,7 @@ class InitFrom(pl.Callback):
     """
 
     def __init__(self, path: str | Path, average: str | None = None) -> None:
-        self.path, self.average = Path(path), average
+        self.path, self.average = path if is_address(path) else Path(path), average
 
     def check(self, module: Any = None) -> None:
         """Refuse a path without weights, and a file of other weights than the module's, before any data are prepared.
@@ -100,7 +101,7 @@ class InitFrom(pl.Callback):
         return summary(module, checkpoint, self.path)
 
 
-def _renamed(path: Path, error: UsageError) -> UsageError:
+def _renamed(path: str | Path, error: UsageError) -> UsageError:
     """The error with the name of the option that the path was given to."""
     line = str(error).removeprefix("ckpt_path=").removeprefix(f"{path}: ").removeprefix(f"{path} ")
     return UsageError(f"init_from={path}: {line}")

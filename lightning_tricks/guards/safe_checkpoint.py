@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.random_state import saved_random_states, set_random_state_of
+from lightning_tricks._host.address import ask, is_address
 from lightning_tricks._trainer.lightning import BACKEND, Module, Trainer, WarnOnce, pl, rank_zero_warn
 from lightning_tricks._trainer.loop import batch_progress, logging_step
 from lightning_tricks._trainer.objects import has_default_checkpoint_io, is_a, unwrapped
@@ -21,8 +22,11 @@ from lightning_tricks._trainer.refusals import Refusal
 from lightning_tricks._trainer.run_facts import random_rank, reduce_over_all, weights_layout
 from lightning_tricks._trainer.run_length import is_last_step
 from lightning_tricks._trainer.saves import may_save, save_whole_step
-from lightning_tricks.checkpoints import AtomicCheckpointIO
+from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
+from lightning_tricks.checkpoints.bucket import mirror
+from lightning_tricks.checkpoints.find_checkpoint import newest_whole
 from lightning_tricks.checkpoints.record import KEY, Record, record_of
+from lightning_tricks.guards.bucket_folder import BucketFolder
 from lightning_tricks.guards.checkpoint_content import (
     FreshScore,
     content,
@@ -139,7 +143,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Args:
         dirpath: the folder; by default that of ModelCheckpoint, `checkpoints` in the run's folder. Files of other
-            programs in it are never touched.
+            programs in it are never touched. With an address (`s3://...`), checkpoints are saved to a folder of this
+            host, from which a thread uploads them, see BucketFolder.
         every_n_train_steps: optimizer steps between saves, as `trainer.global_step` counts them.
         every_n_minutes: minutes between saves on rank 0's clock, which is asked every `log_every_n_steps` steps. With
             neither interval, it saves after each validation and at the end of each epoch, as ModelCheckpoint does.
@@ -154,10 +159,11 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Raises:
         UsageError: an option out of range; another one, or a ModelCheckpoint, in the same folder; a folder that cannot
-            be written, or in a bucket, or without symbolic links; a Trainer of the other Lightning package; another
-            CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's ModelParallelStrategy or
-            DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume, a checkpoint of another
-            class or of other weights; at a save, another process that writes a checkpoint of the same name.
+            be written, or without symbolic links; a bucket that is not there or refuses; a Trainer of the other
+            Lightning package; another CheckpointIO than AtomicCheckpointIO and Lightning's default; FSDP1, Lightning's
+            ModelParallelStrategy or DeepSpeedStrategy, which write by themselves; `monitor` is not logged; at a resume,
+            a checkpoint of another class or of other weights; at a save, another process that writes a checkpoint of
+            the same name.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.ModelCheckpoint.html
     """
@@ -178,10 +184,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self.keep_last, self.keep_best, self.mode = keep_last, keep_best, mode
         self.permanent_steps, self.asynchronous = permanent_steps, asynchronous
         self._check_options()
+        self.address = str(dirpath).rstrip("/") if is_address(dirpath) else None  # of a bucket
         super().__init__(
-            dirpath, monitor=monitor, mode=mode, save_top_k=0, every_n_train_steps=every_n_train_steps or 0
-        )
-        self._given_dirpath = self.dirpath
+            mirror(self.address) if self.address else dirpath,
+            monitor=monitor, mode=mode, save_top_k=0, every_n_train_steps=every_n_train_steps or 0,
+        )  # fmt: skip
+        self._given_dirpath = self.address or self.dirpath
         self._clock = SaveClock(every_n_train_steps, every_n_minutes, permanent_steps)
         self._score = FreshScore(monitor)  # of one fit
         self._refusals = ExitStack()
@@ -220,15 +228,12 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     # ---- start and end
 
     def check_run(self, trainer: Any, datamodule: Any, stage: str) -> None:
-        """Refuse what the options tell, before any process is started: a strategy, a bucket, another plugin's saves."""
+        """Refuse what the options tell, before any process is started: a strategy, a bucket's library, other saves."""
         if stage == "fit":
             _REFUSED.check(trainer.strategy, "SafeCheckpoint:")
             self._refuse_shared_folder(trainer)
-        if "://" in str(self.dirpath):
-            raise UsageError(
-                f"SafeCheckpoint: dirpath={self.dirpath}: give a folder of this machine's file systems, because a "
-                "bucket cannot rename at once; ModelCheckpoint writes to buckets"
-            )
+        if self.address:
+            ask(self.address, lambda fs, path: None)  # refuses where the library is missing
         io = trainer.strategy.checkpoint_io
         if not (has_default_checkpoint_io(trainer) or isinstance(io, AtomicCheckpointIO)):
             raise UsageError(
@@ -245,6 +250,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
                 f"does not know it: import {other} before lightning_tricks, or set LIGHTNING_TRICKS_BACKEND={other}"
             )
         super().setup(trainer, pl_module, stage)  # finds the folder
+        if is_address(self.dirpath):  # of the Trainer or its logger
+            self.address, self.dirpath = str(self.dirpath), str(mirror(str(self.dirpath)))
         self.check_run(trainer, None, stage)
         if has_default_checkpoint_io(trainer):
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -257,14 +264,17 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._rng = None  # also that of a search for a learning rate, which restores in the middle of a fit
         self._score = FreshScore(self.monitor)
         self._find_run(trainer)
-        self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._run, self._on_update)
+        if self.address:
+            self._folder = BucketFolder(self.address, retention, self._run, self._on_update, trainer.is_global_zero)
+        else:
+            self._folder = CheckpointFolder(Path(str(self.dirpath)), retention, self._run, self._on_update)
         problem = ""
         if trainer.is_global_zero and not (problem := self._folder.problem()):
             self._folder.sweep()
             self._number = self._folder.largest_number()
         self._number, problem = trainer.strategy.broadcast((self._number, problem))
         if problem and not self._is_off(trainer):
-            raise UsageError(f"SafeCheckpoint: dirpath={self.dirpath}: {problem}: give another folder")
+            raise UsageError(f"SafeCheckpoint: dirpath={problem}")
         self._refusals.enter_context(refusing_other_modules(trainer, pl_module))
         report_writes(io, [saver._folder for saver in _savers_of(trainer) if hasattr(saver, "_folder")])
 
@@ -279,9 +289,17 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
                 continue
             if os.path.realpath(str(other.dirpath)) == os.path.realpath(str(self.dirpath)):
                 raise UsageError(
-                    f"SafeCheckpoint: dirpath={self.dirpath}: another {type(other).__name__} saves to this folder too, "
-                    "and each would delete checkpoints that the other counts on: give one of them another dirpath"
+                    f"SafeCheckpoint: dirpath={self.address or self.dirpath}: another {type(other).__name__} saves to "
+                    "this folder too, and each would delete checkpoints that the other counts on: give one of them "
+                    "another dirpath"
                 )
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """For Lightning's `ckpt_path="last"`; a bucket has no link."""
+        if not self.address:
+            return super()._find_last_checkpoints(trainer)
+        found = newest_whole([self.address], verify_checkpoint)
+        return {str(found.chosen.place)} if found.chosen else set()
 
     def _find_run(self, trainer: Trainer) -> None:
         """Begin a run, unless the Trainer goes on with its last one; all savers of a Trainer name the same run."""
@@ -307,7 +325,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         if self._rng:
             set_random_state_of(random_rank(trainer), self._rng)
         if trainer.ckpt_path:
-            self._folder.protect(Path(trainer.ckpt_path))
+            path = trainer.ckpt_path
+            self._folder.protect(mirror(path) if is_address(path) else Path(path))
 
     def state_dict(self) -> dict[str, Any]:
         """The best checkpoint so far; everything else is in the records of the folder."""
@@ -330,8 +349,10 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self._rng = None
         self._clock.start(trainer.global_step)
         self._reserves = self._io is not None and self._io.asynchronous and _savers_of(trainer)[0] is self
-        begins = trainer.is_global_zero and self._is_new_run and not self._is_off(trainer)
-        if begins and (line := self._folder.line_on_others()):
+        if not trainer.is_global_zero or self._is_off(trainer):
+            return
+        self._folder.start()
+        if self._is_new_run and (line := self._folder.line_on_others()):
             rank_zero_warn(line)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -341,6 +362,7 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
         self.save_now(trainer)
         if self._io:
             self._io.wait()
+        self._folder.wait()
         shown = {name: getattr(self, name) for name in _SHOWN}
         vars(self).update(trainer.strategy.broadcast(shown))
         self._update_loggers(trainer)
@@ -359,6 +381,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
             io.wait()
         except Exception as error:
             rank_zero_warn(f"SafeCheckpoint: the last checkpoint was not saved: {error}")
+        if folder := vars(self).get("_folder"):
+            folder.wait()
         io.on_commit = io.on_error = None
 
     # ---- when to save
@@ -417,8 +441,8 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
 
     def _save(self, trainer: Trainer) -> None:
         record = self._new_record(trainer, self._clock.permanent)
-        own = self._folder.path_of(record) if trainer.is_global_zero else Path()
-        path = trainer.strategy.broadcast(own)
+        own = self._folder.path_of(record).name if trainer.is_global_zero else ""
+        path = self._folder.path / trainer.strategy.broadcast(own)
         self._last_global_step_saved = trainer.global_step  # on each rank, also where rank 0 finds the disk full
         self._clock.saved()
         self._saving = record
@@ -456,15 +480,15 @@ class SafeCheckpoint(pl.callbacks.ModelCheckpoint):
     def _on_update(self, records: Records) -> None:
         """Show Lightning and the loggers what is in the folder; on rank 0, in the thread that wrote a checkpoint."""
         best = best_first(records, self.mode, self.keep_best)
-        scores = {str(self._folder.path / name): torch.tensor(records[name].score) for name in best}
+        scores = {self._folder.shown(name): torch.tensor(records[name].score) for name in best}
         self.best_k_models, self.last_model_path = scores, str(self._folder.path / LAST)
-        newest = str(self._folder.path / max(records, key=lambda name: records[name].number))
+        newest = self._folder.shown(max(records, key=lambda name: records[name].number))
         self.current_score = scores.get(newest, self.current_score)
         if len(best) == self.keep_best > 0:
             worst = (max if self.mode == "min" else min)(scores.values())
             self.kth_best_model_path, self.kth_value = next(item for item in scores.items() if item[1] == worst)
         if self.monitor is None:
-            self.best_model_path = str(self._folder.path / str(last_of(records)))
+            self.best_model_path = self._folder.shown(str(last_of(records)))
         elif best:
             self.best_model_path, self.best_model_score = next(iter(scores.items()))
         self._loggers_outdated = True

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.checkpoints.bucket import is_mirror
 from lightning_tricks.checkpoints.check_checkpoint import check_checkpoint
+from lightning_tricks.checkpoints.open_checkpoint import is_first_of_host
 from lightning_tricks.checkpoints.record import RECORD_FILE, Record, damage, read_record, to_json
 from lightning_tricks.checkpoints.write_file import (
     clear_staging,
@@ -93,7 +95,7 @@ def write_folder(path: Path, write: WriteFiles, record: Record, checkpoint_io: A
     """
     while True:
         try:
-            _write_once(path, write, record, group)
+            has_renamed = _write_once(path, write, record, group)
             break
         except OSError as error:
             on_error = getattr(checkpoint_io, "on_error", None)
@@ -103,11 +105,13 @@ def write_folder(path: Path, write: WriteFiles, record: Record, checkpoint_io: A
             if answer == "skip":
                 return
     on_commit = getattr(checkpoint_io, "on_commit", None)
-    on_rank_0(partial(on_commit, path) if on_commit else lambda: None, group)
+    on_all_ranks(partial(on_commit, path) if on_commit and has_renamed else lambda: None, group)
 
 
-def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> None:
+def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> bool:
+    """Returns whether this process has renamed the folder: rank 0; of a bucket, the first of each host that has one."""
     folder, lock = staging_path(path), ExitStack()
+    leads_host = dist.get_rank(group) > 0 and is_mirror(path) and is_first_of_host()
 
     def begin() -> None:
         clear_staging(path).mkdir()
@@ -116,11 +120,16 @@ def _write_once(path: Path, write: WriteFiles, record: Record, group: Any) -> No
     try:
         with lock:
             on_rank_0(begin, group)
+            on_all_ranks(lambda: begin() if leads_host and not folder.exists() else None, group)
             parts = on_all_ranks(lambda: write(folder), group)
             checksums = {name: checksum for part in parts for name, checksum in part.items()}
-            on_rank_0(lambda: _commit(path, folder, replace(record, checksums=checksums)), group)
+            whole = replace(record, checksums=checksums)
+            on_rank_0(lambda: _commit(path, folder, whole), group)
+            has_own = leads_host and folder.exists()
+            on_all_ranks(lambda: _commit(path, folder, whole) if has_own else None, group)
+            return has_own or dist.get_rank(group) == 0
     except BaseException:
-        if dist.get_rank(group) == 0 and not is_locked(folder):  # else it is another process's
+        if (dist.get_rank(group) == 0 or leads_host) and not is_locked(folder):  # else it is another process's
             with suppress(OSError):
                 remove(folder)  # the unfinished one of this save; or a full disk would stay full
         raise
@@ -143,8 +152,7 @@ def check_together(path: Any) -> Path:
         UsageError: on all ranks, the message of the first rank that cannot open it.
         OSError: on all ranks, what the file system says on one of them.
     """
-    read_together(lambda: check_checkpoint(path))
-    return Path(path)
+    return read_together(lambda: check_checkpoint(path))
 
 
 def read_together(read: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ import collections
 import copy
 import datetime
 import errno
+import http.server
 import os
 import pickle
 import resource
@@ -31,6 +32,7 @@ from torch import nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.checkpoints import AtomicCheckpointIO, verify_checkpoint
 from lightning_tricks.checkpoints.atomic_checkpoint_io import unsafe_classes
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.checkpoints.write_file import FileForTorch
 
@@ -118,10 +120,12 @@ def test_the_owner_says_what_a_full_disk_means(writer, tmp_path, monkeypatch, an
     assert names(tmp_path) == {"at.ckpt"}
 
 
-def test_an_address_goes_lightnings_way(writer):
-    save(writer, checkpoint(), "memory://folder/at.ckpt")
-    assert fsspec.filesystem("memory").exists("folder/at.ckpt")
-    assert_same(writer.load_checkpoint("memory://folder/at.ckpt"), checkpoint())
+def test_a_file_goes_to_an_address_and_back_and_leaves_nothing_on_the_way_there(writer, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for step in (1, 2):
+        save(writer, checkpoint(step=step), "memory://folder/at.ckpt")
+        assert not any(path.name.endswith("ckpt") for path in tmp_path.rglob("*") if step == 1)
+        assert_same(writer.load_checkpoint("memory://folder/at.ckpt"), checkpoint(step=step))
     with pytest.raises(UsageError, match="storage_options=x: AtomicCheckpointIO takes none"):
         writer.save_checkpoint(checkpoint(), "memory://folder/at.ckpt", "x")
 
@@ -138,13 +142,15 @@ class Malicious:
 
 @pytest.mark.parametrize("place", ["file", "memory"])
 def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "evil.ckpt" if place == "file" else "memory://evil.ckpt"
     with fsspec.open(path, "wb") as file:
         torch.save({**checkpoint(), "callback": Malicious(tmp_path / "trace")}, file)
     with pytest.raises(UsageError) as caught:
         AtomicCheckpointIO().load_checkpoint(path)
     remedy = "if you trust it, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
-    assert str(caught.value).startswith(f"{path} holds posix.mkdir, which weights_only=True does not allow: {remedy}")
+    line = f"{local_copy(path)} holds posix.mkdir, which weights_only=True does not allow: {remedy}"
+    assert str(caught.value).startswith(line)
     assert not (tmp_path / "trace").exists()
     AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
     (tmp_path / "trace").rmdir()  # it is not harmless
@@ -153,16 +159,25 @@ def test_a_malicious_pickle_is_refused_in_one_line_and_not_run(tmp_path, monkeyp
     assert (tmp_path / "trace").exists()
 
 
-def test_an_address_is_opened_as_safely_as_a_file(monkeypatch):
-    def load(self, path, map_location=None, weights_only=None):
-        asked.append(weights_only)
-        return checkpoint()
+def test_a_file_of_a_web_server_is_opened_as_safely_as_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    torch.save({**checkpoint(), "callback": Malicious(tmp_path / "trace")}, tmp_path / "at.ckpt")
 
-    asked = []
-    monkeypatch.setattr(pl.plugins.TorchCheckpointIO, "load_checkpoint", load)  # for http, None would let in everything
-    for weights_only in (None, True, False):
-        AtomicCheckpointIO().load_checkpoint("http://host/at.ckpt", weights_only=weights_only)
-    assert asked == [True, True, False]
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}/at.ckpt"
+        with pytest.raises(UsageError, match=r"holds posix\.mkdir, which weights_only=True does not allow"):
+            AtomicCheckpointIO().load_checkpoint(address)
+        loaded = AtomicCheckpointIO().load_checkpoint(address, weights_only=False)
+        assert_same(loaded["state_dict"], checkpoint()["state_dict"])
+        server.shutdown()
+        thread.join()
 
 
 def test_what_will_not_open_safely_is_said_once_and_saved_all_the_same(writer, tmp_path):

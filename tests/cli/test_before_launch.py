@@ -93,7 +93,7 @@ def test_a_callback_that_does_not_work_under_a_strategy_is_refused_before_launch
         (TotalTokens(64, 4), {"lightning_module": Small(manual=True)}, "total_tokens=64: the steps of manual optimiz"),
         (TotalTokens(64), {}, "total_tokens=64: the data do not tell the tokens of a micro-batch"),
         (RunLedger(), {"callbacks": [RunLedger(), RunLedger()]}, "RunLedger.path=None: the Trainer has two that write"),
-        (SafeCheckpoint("s3://a/b"), {}, "SafeCheckpoint: dirpath=s3://a/b: give a folder of this machine"),
+        (SafeCheckpoint("gopher://a/b"), {}, "gopher://a/b: Protocol not known: gopher; check the URL"),
         (
             SafeCheckpoint(),
             {"strategy": strategies.DDPStrategy(checkpoint_io=OwnIO())},

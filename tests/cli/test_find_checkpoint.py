@@ -109,7 +109,12 @@ def test_of_several_folders_the_one_written_last_is_tried_first(tmp_path):
     for folder, time in (("a", 10), ("b", 30), ("c", 20)):
         (tmp_path / folder).mkdir()
         save(tmp_path / folder / "x.ckpt", 1, 1, time)
-    found = newest_whole([tmp_path / name for name in "abcd"], lambda place: "no" if "/b/" in str(place) else None)
+
+    def check(place: Path) -> None:
+        if "/b/" in str(place):
+            raise UsageError("no")
+
+    found = newest_whole([tmp_path / name for name in "abcd"], check)
     assert found.chosen.place == tmp_path / "c" / "x.ckpt"
 
 

@@ -132,7 +132,7 @@ REFUSED = [  # checkpoint, length, other options, words of the line
     (f"{TRUNK}/step=2.ckpt", 2, [], "step 2 lies in the warmup"),
     (f"{TRUNK}/step=10.ckpt", 2, [], "inside the decay of its run, which started at step 9: .*from step 3 to 9"),
     ("weights.ckpt", 2, [], "weights only"),
-    ("s3://bucket/a.ckpt", 2, [], "s3://bucket/a.ckpt: download the"),
+    ("memory://bucket/a.ckpt", 2, [], "memory://bucket/a.ckpt: it is not there"),
     (SIX, 2, ["--model.schedule", "WarmupCosine"], "WarmupCosine: .*WarmupStableDecay"),
     (SIX, 2, ["--model.param_rules", RULES], r"model.param_rules\[0\].schedule=WarmupLinear"),
     (SIX, 2, ["--trainer.max_steps", "20"], "branch: trainer.max_steps .*leave it out"),

@@ -450,7 +450,7 @@ def bucket(monkeypatch):
     """A folder behind a URL."""
     import fsspec
 
-    monkeypatch.setattr("lightning_tricks.data.remote.WAITS_SECONDS", (0, 0))
+    monkeypatch.setattr("lightning_tricks._host.address.WAITS_SECONDS", (0, 0))
     files = fsspec.filesystem("memory")
     yield files
     files.rm("/corpus", recursive=True)

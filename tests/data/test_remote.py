@@ -14,7 +14,8 @@ from harness import shard_formats as written
 from harness.shard_formats import DOCUMENTS, ENDS, document_ends
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data import ShardWriter, TokenData, remote
+from lightning_tricks._host import address
+from lightning_tricks.data import ShardWriter, TokenData
 from lightning_tricks.data.remote import BLOCK_BYTES, BlockCache, find_remote
 from lightning_tricks.data.shards import fingerprint
 
@@ -40,7 +41,7 @@ class Bucket(MemoryFileSystem):
 def bucket(monkeypatch, tmp_path):
     """Put local files under faulty://tokens; returns the class."""
     fsspec.register_implementation("faulty", Bucket, clobber=True)
-    monkeypatch.setattr(remote, "WAITS_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(address, "WAITS_SECONDS", (0, 0, 0))
     Bucket.store.clear(), Bucket.reads.clear(), Bucket.faults.clear()
     return Bucket
 
@@ -224,7 +225,7 @@ def test_what_stays_wrong_in_mid_read_is_one_line_that_names_the_file(bucket, tm
 
 def test_waits_between_tries_grow(bucket, tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(remote, "WAITS_SECONDS", (0.5, 1, 2))
+    monkeypatch.setattr(address, "WAITS_SECONDS", (0.5, 1, 2))
     monkeypatch.setattr(time, "sleep", waits.append)
     (tmp_path / "local").mkdir()
     written.datatrove(tmp_path / "local", DOCUMENTS)
@@ -252,7 +253,7 @@ def test_a_missing_library_is_one_line_with_the_command(tmp_path, monkeypatch, p
     def missing(url):
         raise ImportError(f"Install the library of {protocol}")
 
-    monkeypatch.setattr(remote, "url_to_fs", missing)
+    monkeypatch.setattr(address, "url_to_fs", missing)
     with pytest.raises(
         UsageError, match=rf"^{protocol}://b/x.bin: Install .*; pip install -e '.\[{extra}\]' in the clone$"
     ):

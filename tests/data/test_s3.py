@@ -1,65 +1,17 @@
 """Token files in a bucket of moto's S3 server on this machine, through s3fs as users have it."""
 
-import urllib.request
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
 import torch
 from harness import shard_formats as written
+from harness.s3_server import Server, fsspec, prepare
 from harness.shard_formats import DOCUMENTS, ENDS, document_ends
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data import TokenData, remote
+from lightning_tricks.data import TokenData
 from lightning_tricks.data.remote import BLOCK_BYTES, BlockCache, find_remote
-
-fsspec = pytest.importorskip("fsspec")
-s3fs = pytest.importorskip("s3fs")
-werkzeug_app = pytest.importorskip("moto.moto_server.werkzeug_app")
-
-
-class Server:
-    """moto as a WSGI application, in which the next answers with a file's content can be broken off in the middle."""
-
-    def __init__(self) -> None:
-        from werkzeug.serving import WSGIRequestHandler, make_server
-
-        class Quiet(WSGIRequestHandler):
-            def log(self, *args):
-                pass
-
-        self.app, self.drops, self.dropped = (
-            werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app),
-            0,
-            0,
-        )
-        self.server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=Quiet)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = Thread(target=self.server.serve_forever, daemon=True)
-        self.thread.start()
-
-    def __call__(self, environ, start_response):
-        body = self.app(environ, start_response)
-        if not (self.drops and environ["REQUEST_METHOD"] == "GET" and "HTTP_RANGE" in environ):
-            return body
-        self.drops, self.dropped = self.drops - 1, self.dropped + 1
-        whole = b"".join(body)
-
-        def half():
-            yield whole[: len(whole) // 2]
-            raise ConnectionAbortedError
-
-        return half()
-
-    def post(self, path: str, content: bytes = b"") -> None:
-        request = urllib.request.Request(self.url + path, content, {"Content-Type": "text/plain"}, method="POST")
-        urllib.request.urlopen(request).read()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +23,7 @@ def started():
 
 @pytest.fixture
 def server(started, monkeypatch, tmp_path):
-    """The server, empty but for the bucket `tokens`, and what s3fs needs to find it."""
-    for name, value in (
-        ("AWS_ENDPOINT_URL", started.url),
-        ("AWS_ACCESS_KEY_ID", "somebody"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-        ("AWS_CONFIG_FILE", str(tmp_path / "none")),
-        ("NO_PROXY", "127.0.0.1"),
-    ):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote, "WAITS_SECONDS", (0, 0, 0))
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # its own, before ours
-    started.drops = started.dropped = 0
-    started.post("/moto-api/reset")
-    fsspec.filesystem("s3").clear_instance_cache()
-    fsspec.filesystem("s3").mkdir("tokens")
-    return started
+    return prepare(started, monkeypatch, tmp_path, "tokens")
 
 
 def upload(folder: Path) -> None:
@@ -157,8 +93,7 @@ def test_a_bucket_that_refuses_or_is_not_there_is_one_line(server, tmp_path):
         UsageError, match=r"^(train='s3://none/x.bin': matches no file|s3://none/x.bin: it is not there)"
     ):
         opened(tmp_path, "s3://none/x.bin")
-    server.post("/moto-api/reset-auth", b"0")  # from now on, keys have to be those of a user
-    try:
+    with server.asking_for_rights():
         for url in ("s3://tokens/local/000.ds", "s3://tokens/local/*.ds", "s3://tokens/local"):
             with pytest.raises(
                 UsageError, match=r"^s3://tokens/local.*: access is refused \(.+\); check the credentials"
@@ -168,8 +103,6 @@ def test_a_bucket_that_refuses_or_is_not_there_is_one_line(server, tmp_path):
             UsageError, match=r"^s3://tokens/local/000.ds: access is refused \(.+\); check the credentials"
         ):
             stream.read(0, 10)
-    finally:
-        server.post("/moto-api/reset-auth", b"inf")
 
 
 @pytest.mark.long

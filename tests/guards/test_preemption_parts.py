@@ -117,7 +117,8 @@ def test_without_a_checkpoint_callback_the_checkpoint_is_in_the_root_folder(tmp_
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["last.ckpt"]
 
 
-def test_into_a_bucket_the_checkpoint_is_written_under_its_name_at_once(tmp_path, capfd):
+def test_into_a_bucket_the_checkpoint_is_written_under_its_name_at_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = f"memory://{tmp_path.name}"  # there is no rename in a bucket
     stop = fit(folder, terminate)
     assert stop.checkpoint == f"{folder}/last.ckpt"

@@ -410,11 +410,6 @@ def test_a_trainer_of_the_other_package_is_refused():
         SafeCheckpoint().setup(SimpleNamespace(checkpoint_callbacks=[]), Model(), "fit")
 
 
-def test_a_bucket_is_refused():
-    with pytest.raises(UsageError, match=r"dirpath=memory://runs: give a folder"):
-        fit(SafeCheckpoint("memory://runs"))
-
-
 def test_loggers_hear_of_a_checkpoint_that_is_replaced_when_the_new_one_has_its_name(tmp_path, monkeypatch):
     fit(every(2, tmp_path, keep_last=9), steps=4)
     go_on, told = threading.Event(), []

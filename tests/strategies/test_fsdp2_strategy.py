@@ -319,7 +319,8 @@ def test_what_fsdp2_cannot_train_or_does_not_know_is_one_line(model, options, me
         train(model(), strategy=FSDP2Strategy(**options), epochs=1)
 
 
-def test_files_elsewhere_are_read_and_options_of_a_store_are_refused(tmp_path):
+def test_files_elsewhere_are_read_and_options_of_a_store_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole, saved, resumed = CausalLM(), CausalLM(), CausalLM()
     train(whole)
     strategy = FSDP2Strategy(save_distributed_checkpoint=False)

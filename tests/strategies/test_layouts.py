@@ -199,7 +199,7 @@ def refused_by_two(rank: int, folder: Path) -> None:
                 refuse(message, kind, rank, ckpt_path=at, gradient_clip_val=clip, **sharded(2))
     line = r"SGD has a parameter of shape \(3,\) that is none of the module's"
     refuse(line, "Foreigner", rank, folder=folder / "x", **sharded(2))
-    refuse("shards go to a file system", "foreign", rank, folder="memory://x", **sharded(2))
+    refuse("save shards by SafeCheckpoint", "foreign", rank, folder="memory://x", **sharded(2))
 
 
 def opened_and_saved_over_by_one(rank: int, folder: Path, over: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.quote import printable, say
 from lightning_tricks._host.writable import check_folder
+from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.load_weights import StreamedWeights, stream_weights
 from lightning_tricks.checkpoints.write_file import is_locked, locked
 from lightning_tricks.commands.export.folder_files import (
@@ -97,7 +98,7 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
     if os.path.lexists(output):
         raise UsageError(f"export: output={output} exists: name another folder, or remove it first")
     check_folder("export: output", output.absolute().parent)
-    path = newest_checkpoint() if ckpt_path == "last" else Path(ckpt_path)
+    path = newest_checkpoint() if ckpt_path == "last" else local_copy(ckpt_path)
     source = stream_weights(path, average)
     config, base = decoder_shape(source.rest, path)
     family = hf_family(config)

@@ -14,6 +14,7 @@ from lightning_tricks._core.errors import UsageError, check_choice, check_count
 from lightning_tricks._core.protocols import CastsShards, KnowsWeights
 from lightning_tricks._core.random_state import random_state, set_random_state
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._host.address import is_address
 from lightning_tricks._trainer.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.loop import is_accumulating
 from lightning_tricks._trainer.objects import is_a, set_device_mesh, unwrapped
@@ -529,8 +530,8 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
             if AVERAGES in checkpoint:
                 checkpoint = {**checkpoint, AVERAGES: self._to_save(checkpoint[AVERAGES])}
             on_rank_0(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path))
-        elif "://" in str(path):
-            raise UsageError(f"{path}: shards go to a file system; set save_distributed_checkpoint to False")
+        elif is_address(path):
+            raise UsageError(f"{path}: save shards by SafeCheckpoint, or set save_distributed_checkpoint to False")
         else:
             state = sharded_checkpoint.shards_to_save(checkpoint, self.groups.stage)
             record = record_of(checkpoint)
@@ -538,14 +539,11 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder's shards of this rank, or a whole file of which each rank then takes its part."""
-        given = self.broadcast(checkpoint_path)
-        path = check_together(given)
+        path = check_together(self.broadcast(checkpoint_path))
         if path.is_dir():
             verify_together(path, self.checkpoint_io)
             return sharded_checkpoint.read_shards(path, self._module, self.optimizers, weights_only)
-        if path.is_file():
-            return open_checkpoint(path, weights_only=weights_only, verify=not was_verified(self.checkpoint_io, path))
-        return self.checkpoint_io.load_checkpoint(given, weights_only=weights_only)  # not on a file system
+        return open_checkpoint(path, weights_only=weights_only, verify=not was_verified(self.checkpoint_io, path))
 
     def teardown(self) -> None:
         """Wait for a write in the background, then tear down the rest."""
