@@ -101,7 +101,7 @@ def copy_rounded_(target: Tensor, source: Tensor, seed: int) -> None:
 
 def _plain(tensor: Tensor) -> Tensor:
     """The same numbers in one dimension, but no view of a parameter, for each shape of which torch would compile."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))  # type: ignore[call-arg]
 
 
 def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
