@@ -94,14 +94,14 @@ def copy_rounded_(target: Tensor, source: Tensor, seed: int) -> None:
         return
     write = _write_on(target.device)
     flat = [x.view(-1) if write is _write_rounded else _plain(x) for x in (target, source)]
-    for number, pieces in enumerate(zip(*(x.split(CHUNK) for x in flat), strict=True)):
-        write(*pieces, seed_on(target.device, seed + number * CHUNK))
+    for number, (to, value) in enumerate(zip(*(x.split(CHUNK) for x in flat), strict=True)):
+        write(to, value, seed_on(target.device, seed + number * CHUNK))
     torch.autograd.graph.increment_version(target)  # whoever keeps something that was computed from it can see
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """The same numbers in one dimension, but no view of a parameter, for each shape of which torch would compile."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))  # type: ignore[call-arg]
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
 
 
 def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
