@@ -70,8 +70,7 @@ class HasExperts(Protocol):
         exchange: None, or to be called with these two and `experts` in its place, see `ExpertExchange`.
     """
 
-    experts: Any
-    exchange: Any
+    exchange: Any  # `experts` is not declared: from Python 3.12 on `isinstance` sees no submodules
 
     def sent_between_expert_ranks(self) -> int:
         """Elements of the rows that are sent for a token, there and back."""
