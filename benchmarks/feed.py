@@ -50,6 +50,7 @@ def write_tokens(folder: Path, vocab_size: int, tokens: int, eot_id: int | None 
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocab_size, tokens)
     if eot_id is not None:
+        ids[ids == eot_id] = (eot_id + 1) % vocab_size
         ids[rng.random(tokens) < 1 / mean_document] = eot_id
     with ShardWriter(folder, "train", vocab_size) as writer:
         writer.append(ids)

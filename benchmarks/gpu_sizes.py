@@ -129,8 +129,8 @@ def _experts(number: int, of_token: int, dry: bool) -> tuple[str, ...]:
 
 _DRY = (
     f"{DECODER}.d_model", "32", f"{DECODER}.n_layers", "2", f"{DECODER}.n_heads", "4", f"{DECODER}.vocab_size", "256",
-    f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "64",
-    f"{DATA}.vocab_size", "256", f"{DATA}.seq_len", "64", f"{DATA}.micro_batch_size", "2", f"{DATA}.num_workers", "0",
+    f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "128",
+    f"{DATA}.vocab_size", "256", f"{DATA}.seq_len", "128", f"{DATA}.micro_batch_size", "2", f"{DATA}.num_workers", "0",
 )  # fmt: skip
 
 

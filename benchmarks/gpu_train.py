@@ -257,8 +257,8 @@ class Stage:
     def train(self, contenders: Sequence[str]) -> bool:
         """Measure the recipe with each contender, as long as another run is likely to fit; whether none failed."""
         with tempfile.TemporaryDirectory() as folder:
-            size = (256, 100_000, EOT, 16) if self.dry else (32000, 20_000_000, EOT, MEAN_DOCUMENT)
-            shards = write_tokens(Path(folder), *size)
+            sizes = (256, 100_000) if self.dry else (32000, 20_000_000)
+            shards = write_tokens(Path(folder), *sizes, EOT, MEAN_DOCUMENT)
             turns = order(contenders, self.size.rounds)
             for contender in dict.fromkeys(map(plain, contenders)) if self.size.compile_first else ():
                 if not any(plain(name) == contender and not self._is_done(turn, name) for turn, name in turns):
