@@ -37,11 +37,23 @@ class Meter:
             yield batch
 
 
-def write_tokens(folder: Path, vocab_size: int, tokens: int) -> str:
-    """Write a shard of uniformly random ids below `vocab_size`; the glob that finds it."""
+def write_tokens(folder: Path, vocab_size: int, tokens: int, eot_id: int | None = None, mean_document: int = 1) -> str:
+    """Write a shard of uniformly random ids below `vocab_size`; the glob that finds it.
+
+    Args:
+        folder: where.
+        vocab_size: of the ids.
+        tokens: how many.
+        eot_id: the id at which documents end. None: nothing ends on purpose.
+        mean_document: tokens of a document, on average.
+    """
     rng = np.random.default_rng(0)
+    ids = rng.integers(0, vocab_size, tokens)
+    if eot_id is not None:
+        ids[ids == eot_id] = (eot_id + 1) % vocab_size
+        ids[rng.random(tokens) < 1 / mean_document] = eot_id
     with ShardWriter(folder, "train", vocab_size) as writer:
-        writer.append(rng.integers(0, vocab_size, tokens))
+        writer.append(ids)
     return str(folder / "train_*.bin")
 
 

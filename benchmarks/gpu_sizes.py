@@ -6,6 +6,7 @@ import json
 from benchmarks.formats import plugin
 
 DECODER, DATA = "--model.init_args.decoder.init_args", "--data.init_args"
+EOT, MEAN_DOCUMENT = 0, 512  # end of a document in the training data, and tokens of a document on average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Size:
             their cost times at least four of them and has two in the warm-up.
         base: precision of everything that is not fp8: weights in fp32 under autocast, or in bf16.
         overrides: further options.
+        compile_first: whether each contender runs some steps before any is timed.
     """
 
     recipe: str
@@ -35,6 +37,7 @@ class Size:
     log_every: int
     base: str = "bf16-mixed"
     overrides: tuple[str, ...] = ()
+    compile_first: bool = True
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -52,26 +55,44 @@ _LLAMA_3 = (
     f"{DECODER}.rope_theta", "500000",
 )  # fmt: skip
 
+# Rows of twice the length, half as many: 32,768 tokens a micro-batch, as in the recipe.
+_LONG_ROWS = (
+    f"{DECODER}.max_seq_len", "4096", f"{DATA}.seq_len", "4096", f"{DATA}.micro_batch_size", "8",
+)  # fmt: skip
+
 # One micro-batch a step where framework and monitors are compared, in place of the recipes' eight: what they cost shows
 # eight times as large. The large sizes have steps of 131,072 tokens, so that the optimizer's step has the share that it
 # has in a run, or a little more.
 SIZES = {
     "gpt2_124m": Size("gpt2_124m", warmup=20, timed=40, seconds=10, rounds=5, accumulate=1, log_every=10),
-    "llama1b": Size("llama1b", warmup=8, timed=16, seconds=10, rounds=5, accumulate=1, log_every=4,
+    "llama1b": Size("llama1b", warmup=4, timed=16, seconds=10, rounds=5, accumulate=1, log_every=4,
                     overrides=_KEEPS_ALL),
     # Weights and gradients in bf16, AdamW's averages in fp32: 12 bytes a parameter, and nothing is computed twice.
     "llama7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
                     base="bf16-true", overrides=_KEEPS_ALL),
+    # Forms of fp8 side by side; half the micro-batches a step, so that all of them fit into one call.
+    "fp8_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=8, log_every=1,
+                   base="bf16-true", overrides=_KEEPS_ALL),
+    # 16,384 tokens a micro-batch, over which a cast of the weights is spread; with every activation kept bf16 would not
+    # fit into 139.8 GiB, so what is no product runs again.
+    "llama7b_16k": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=2, accumulate=4, log_every=1,
+                        base="bf16-true", overrides=("--model.init_args.activation_checkpointing", "cheap",
+                                                     f"{DATA}.micro_batch_size", "4")),
     "llama8b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
                     base="bf16-true", overrides=(*_KEEPS_ALL, *_LLAMA_3)),
     # For the memory alone: one micro-batch a step, blocks run again.
-    "memory_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=0, rounds=1, accumulate=1, log_every=1),
+    "memory_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=0, rounds=1, accumulate=1, log_every=1,
+                      compile_first=False),
     "rowwise_7b": Size("llama7b_1gpu", warmup=2, timed=1, seconds=10, rounds=3, accumulate=16, log_every=1,
                        base="bf16-true", overrides=_KEEPS_ALL),
     "litgpt_1b": Size("llama1b", warmup=8, timed=16, seconds=10, rounds=4, accumulate=1, log_every=4,
                       overrides=_KEEPS_ALL),
     "fsdp2_1b": Size("llama1b", warmup=2, timed=4, seconds=10, rounds=3, accumulate=4, log_every=2,
                      overrides=_KEEPS_ALL),
+    "experts_1b": Size("llama1b", warmup=2, timed=4, seconds=10, rounds=3, accumulate=2, log_every=2,
+                       overrides=(*_KEEPS_ALL, f"{DATA}.micro_batch_size", "8")),
+    "documents_1b": Size("llama1b", warmup=4, timed=16, seconds=10, rounds=3, accumulate=1, log_every=4,
+                         overrides=(*_KEEPS_ALL, *_LONG_ROWS)),
 }  # fmt: skip
 
 
@@ -85,6 +106,7 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
     """
     fp8 = {"base": base, "convert_small": dry, "emulate": emulate}
     fused = ("--model.init_args.fused_projections", "true")
+    documents = (f"{DATA}.document_ids", "true", f"{DATA}.eot_id", str(EOT))
     return {
         "ours": (),
         "ours_fused": fused,
@@ -104,13 +126,23 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
         "one_device": ("--trainer.strategy", "auto"),
         "ours_graphs": ("--trainer.callbacks+=CUDAGraphs",),
         "fsdp2": ("--trainer.strategy", json.dumps({"class_path": "FSDP2Strategy"})),
+        # the MLP of llama1b cut into experts of which a token takes as many as make the whole MLP: the same FLOPs
+        "experts": _experts(8, 2, dry),
+        "experts_fine": _experts(32, 8, dry),
+        "documents": documents,
+        "documents_dense": documents,
     }
+
+
+def _experts(number: int, of_token: int, dry: bool) -> tuple[str, ...]:
+    sizes = {"n_experts": number, "experts_per_token": of_token, "d_expert": (64 if dry else 5632) // of_token}
+    return tuple(text for name, value in sizes.items() for text in (f"{DECODER}.{name}", str(value)))
 
 
 _DRY = (
     f"{DECODER}.d_model", "32", f"{DECODER}.n_layers", "2", f"{DECODER}.n_heads", "4", f"{DECODER}.vocab_size", "256",
-    f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "32",
-    f"{DATA}.vocab_size", "256", f"{DATA}.seq_len", "32", f"{DATA}.micro_batch_size", "2", f"{DATA}.num_workers", "0",
+    f"{DECODER}.d_ff", "64", f"{DECODER}.n_kv_heads", "2", f"{DECODER}.max_seq_len", "128",
+    f"{DATA}.vocab_size", "256", f"{DATA}.seq_len", "128", f"{DATA}.micro_batch_size", "2", f"{DATA}.num_workers", "0",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.feed import load, own_loader, write_tokens
 from benchmarks.gpu_checks import clean_up, require_device
 from benchmarks.gpu_peers import PEERS
-from benchmarks.gpu_sizes import SIZES, Size, toy, variants
+from benchmarks.gpu_sizes import EOT, MEAN_DOCUMENT, SIZES, Size, toy, variants
 from benchmarks.stage_file import resume, write
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks._trainer.lightning import pl
@@ -77,6 +77,12 @@ def nothing_moves_to_the_host() -> Iterator[None]:
 def plain(contender: str) -> str:
     """A contender's name without `_again`, which marks a second run of the same."""
     return contender.removesuffix("_again")
+
+
+def unknown(contenders: Sequence[str]) -> list[str]:
+    """Those of the contenders that neither `variants` nor a loop has."""
+    known = {*variants("bf16-mixed", dry=False, emulate=False), *CONTENDERS, *PEERS}
+    return [name for name in contenders if plain(name) not in known]
 
 
 class Window:
@@ -161,11 +167,10 @@ def run_once(
         What is known when training has ended: last loss and norm.
     """
     cuda = torch.cuda.is_available()
-    kinds = variants(size.base, dry, emulate=not cuda)
-    options = kinds.get(plain(contender))
-    cli: Any = load(size.recipe, shards, folder, (*size.options, *(options or ())))
+    kinds, name = variants(size.base, dry, emulate=not cuda), plain(contender)
+    cli: Any = load(size.recipe, shards, folder, (*size.options, *kinds.get(name, ())))
     # Here everyone reads through the data module, as there is time to do so while the device works.
-    run = {**CONTENDERS, **PEERS}["ours_loader" if options is not None else plain(contender)]
+    loops = {**CONTENDERS, **dict.fromkeys(kinds, CONTENDERS["ours_loader"]), **PEERS}
 
     def ended(figures: Row) -> None:
         assert keep is not None
@@ -178,7 +183,7 @@ def run_once(
     with machine.device_state(cuda) as state, whole_peak() as peaks, nothing_moves_to_the_host():
         window = Window(size, peaks, state, ended)
         mark = (lambda index: index >= size.warmup) if keep is None else window
-        run(cli, own_loader(cli), _ENDLESS, mark)
+        loops[name](cli, own_loader(cli), _ENDLESS, mark)
     ends = {name: last_logged(cli, f"train/{name.removeprefix('last_')}") for name in ("last_loss", "last_grad_norm")}
     vars(cli).clear()  # jsonargparse keeps the last parser in a ContextVar, and that one keeps its command line
     return ends
@@ -189,6 +194,7 @@ def _setting(cli: Any) -> Row:
     data, config, plugin = cli.datamodule, cli.model.config, cli.trainer.precision_plugin
     heads = config.n_heads, config.kv_heads, data.seq_len, config.head_dim
     low = torch.bfloat16  # in which every format that is compared here attends
+    chooses = torch.cuda.is_available() and not data.document_ids  # within documents the decoder does
     flops = {kind: training_flops_per_token(config, data.seq_len, kind) for kind in ("causal", "full")}
     in_fp8 = getattr(plugin, "peak_dtype", None) == "fp8"  # emulated fp8 runs in bf16
     converted = 6 * matmul_parameters(config) * plugin.converted_share if in_fp8 else 0.0
@@ -201,7 +207,7 @@ def _setting(cli: Any) -> Row:
         "fp8_share": {kind: converted / count for kind, count in flops.items()},
         "activation_checkpointing": cli.model.activation_checkpointing,
         "compile_blocks": cli.model.compile_blocks,
-        "attention": machine.attention_backend(*heads, low) if torch.cuda.is_available() else None,
+        "attention": machine.attention_backend(*heads, low) if chooses else None,
         "matmul_parameters": matmul_parameters(config),
         "flops_per_token": flops,
     }
@@ -251,9 +257,10 @@ class Stage:
     def train(self, contenders: Sequence[str]) -> bool:
         """Measure the recipe with each contender, as long as another run is likely to fit; whether none failed."""
         with tempfile.TemporaryDirectory() as folder:
-            shards = write_tokens(Path(folder), 256 if self.dry else 32000, 100_000 if self.dry else 20_000_000)
+            sizes = (256, 100_000) if self.dry else (32000, 20_000_000)
+            shards = write_tokens(Path(folder), *sizes, EOT, MEAN_DOCUMENT)
             turns = order(contenders, self.size.rounds)
-            for contender in dict.fromkeys(map(plain, contenders)):
+            for contender in dict.fromkeys(map(plain, contenders)) if self.size.compile_first else ():
                 if not any(plain(name) == contender and not self._is_done(turn, name) for turn, name in turns):
                     continue
                 if self.passed() > COMPILING_SHARE * self.seconds:
@@ -272,9 +279,10 @@ class Stage:
         return not self.result["failures"]
 
     def expected_seconds(self, contender: str) -> float:
-        """How long another run takes: as long as the longest one of this contender, or of all."""
+        """How long another run takes: as long as the longest one of this contender, or of all and a quarter more."""
         runs = [run for run in self.result["runs"] if plain(run["contender"]) == plain(contender)]
-        return max((run.get("run_seconds", 0.0) for run in runs or self.result["runs"]), default=0.0)
+        margin = 1.0 if runs else 1.25
+        return margin * max((run.get("run_seconds", 0.0) for run in runs or self.result["runs"]), default=0.0)
 
     def _is_done(self, number: int, contender: str) -> bool:
         failed = any(plain(failure["contender"]) == plain(contender) for failure in self.result["failures"])
@@ -328,11 +336,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", default="ours,bare,stock")
     parser.add_argument("--seconds", type=float, default=3600.0)
     options = parser.parse_args(arguments)
+    contenders = options.contenders.split(",")
+    if not_known := unknown(contenders):
+        parser.error(f"unknown contender {' '.join(not_known)}: add it to `variants` in gpu_sizes.py, or leave it out")
     require_device(options.dry)
     # Several contenders share this process, each with graphs of its own. Past its limit torch would go on eagerly, and
     # the figure would be another one's: then it shall fail instead.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        fine = Stage(options.stage, options.out, options.dry, options.seconds).train(options.contenders.split(","))
+        fine = Stage(options.stage, options.out, options.dry, options.seconds).train(contenders)
     sys.exit(0 if fine else 1)
 
 

@@ -39,6 +39,7 @@ def resume(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 def to_try_again(result: dict[str, Any]) -> dict[str, Any]:
     """What a later call goes on with: the result without that which failed, so that it is tried again."""
     kept = {**result, "failures": [], "left_out": []} if "failures" in result else dict(result)
+    kept.pop("under_way_seconds", None)
     if "running" in kept:
         kept["running"] = {} if isinstance(kept["running"], dict) else None
     if "checks" in kept:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from gpu.bits import differences
 from gpu.silence import Silence
 from harness.models import batches
 from harness.runs import fit
@@ -30,7 +31,7 @@ def train(*callbacks, compile_blocks=False, steps=10):
     model = LanguageModel(decoder=CONFIG, compile_blocks=compile_blocks)
     options = {"accelerator": "gpu", "precision": "bf16-mixed", "log_every_n_steps": 10, "logger": False}
     run = fit(model, *callbacks, data=batches([batch] * steps), max_steps=steps, **options)
-    return run.weights, run.trainer.callback_metrics
+    return run.model, run.trainer.callback_metrics
 
 
 def monitors():
@@ -61,7 +62,7 @@ def test_measuring_waits_for_nothing(compile_blocks):
 def test_training_is_the_same_with_all_of_them(compile_blocks):
     plain, _ = train(compile_blocks=compile_blocks)
     watched, metrics = train(*monitors(), compile_blocks=compile_blocks)
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert not differences(plain, watched)
     assert 0 < metrics["updates/ratio"] < 1
     assert metrics["memory/peak_allocated_gib"] >= metrics["memory/allocated_gib"] > 0
     assert metrics["memory/reserved_gib"] >= metrics["memory/allocated_gib"]  # memory of the peak may be given back

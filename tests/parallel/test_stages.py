@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from lightning_tricks import GPT2, BF16Mixed, FSDP2Strategy, LanguageModel, Llama
 from lightning_tricks._core.errors import UsageError
@@ -17,6 +18,11 @@ from lightning_tricks.parallel.pipeline import Pipeline, copy_on_meta, cut, find
 
 SIZES = {"vocab_size": 64, "d_model": 32, "n_layers": 6, "n_heads": 4, "max_seq_len": 16}
 CONFIG = Llama(**SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _torch_of_all_schedules(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
 
 
 def counts(*args, **options):
@@ -214,6 +220,13 @@ def test_what_stages_cannot_have_is_refused_before_any_process_is_started(option
         check(LanguageModel(CONFIG), **options)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_schedule_that_splits_the_backward_pass_needs_a_newer_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    with pytest.raises(UsageError, match=r"DualPipeV: splits the backward pass, which torch 2\.12\.1 cannot: "):
+        check(LanguageModel(CONFIG), pipeline_schedule="DualPipeV")
+    check(LanguageModel(CONFIG), pipeline_schedule="Interleaved1F1B")
 
 
 def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there():

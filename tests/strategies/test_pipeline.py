@@ -1,11 +1,13 @@
 """Pipeline stages give the losses, norms, gradients and weights of one process, under each schedule."""
 
 import pytest
+import torch
 from harness.processes import end, run, start
 from mesh_runs import Case, table, table_of_one
 from test_mesh import BOUNDS, MUON, differences, joined
 
 from lightning_tricks.parallel.dims import ParallelDims
+from lightning_tricks.parallel.pipeline import SPLITS_BACKWARD
 
 pytestmark = pytest.mark.long
 
@@ -47,6 +49,10 @@ FOUR = {
     "stages and context": Case("deep", ParallelDims(pipeline=2, context=2)),
     "stages and replicas": Case("deep", ParallelDims(pipeline=2, replicate=2), {"pipeline_micro_batches": 2}),
 }
+for _cases in (TWO, FOUR):
+    for _name in [name for name, case in _cases.items() if case.options.get("pipeline_schedule") in SPLITS_BACKWARD]:
+        if torch.__version__ < "2.13":  # refused there
+            del _cases[_name]
 
 
 @pytest.mark.parametrize(("cases", "world"), [(TWO, 2), (FOUR, 4)], ids=["two", "four"])

@@ -218,8 +218,9 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
              "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
-            (self.init_on_rank_0, "init_on_rank_0: no rank can hold the whole model: build it on the meta device, with "
-             "a method init_weights"),
+            (torch.__version__ < "2.13" and schedule in SPLITS_BACKWARD, f"pipeline_schedule={schedule}: splits the "
+             f"backward pass, which torch {torch.__version__} cannot: take Interleaved1F1B, or torch 2.13"),
+            (self.init_on_rank_0, "init_on_rank_0: no rank can hold the whole model: leave it out, with init_weights"),
             (self.reduce_gradients == "step", "reduce_gradients=step: stages reduce once a batch: leave it out"),
             (not self._save_distributed_checkpoint, "save_distributed_checkpoint=False: no rank has all weights: save "
              "folders, which `export` makes one file of"),
