@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from torch.nn import functional as F
 import lightning_tricks
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.plan.memory_trace import _FusedRMSNorm
+from lightning_tricks.guards.cuda_graphs import _Replay
 from lightning_tricks.models.attention import OWN_NORM_FROM, RMSNorm, _RMSNormOnCPU
 from lightning_tricks.models.fused_linear import _Product
 from lightning_tricks.models.linear_cross_entropy import _LinearCrossEntropy, linear_cross_entropy
 from lightning_tricks.models.moe import _Dispatch
 from lightning_tricks.parallel.experts import Permute, _Send
 from lightning_tricks.parallel.pipeline import SetAside, _HasGradients
+from lightning_tricks.precision.float8_linear import _Products
 
 
 def numbers(*shape: int, **options: Any) -> Tensor:
@@ -31,6 +34,7 @@ def numbers(*shape: int, **options: Any) -> Tensor:
 DOUBLE = {"dtype": torch.float64}
 LABELS = torch.tensor([0, 3, 1])
 ORDER = torch.tensor([2, 0, 3, 1])
+GRAPHS: Any = Mock(outputs=[torch.ones(())], places=[0])
 # Of each function: a call on tensors that require gradients, and whether it has a second derivative.
 CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = {
     _RMSNormOnCPU: (
@@ -50,6 +54,11 @@ CASES: dict[type[Function], tuple[Callable[..., Tensor], list[Tensor], bool]] = 
         lambda anchor: _HasGradients.apply(torch.ones(()), anchor, SetAside()),
         [torch.zeros((), requires_grad=True)], False,
     ),
+    _Products: (
+        lambda x, weight: _Products.apply(x, None, None, None, None, None, True, weight)[0],
+        [numbers(16, 32), numbers(16, 32)], False,
+    ),
+    _Replay: (lambda anchor: _Replay.apply(anchor, GRAPHS, set())[0], [torch.zeros((), requires_grad=True)], False),
     _FusedRMSNorm: (lambda x, weight: _FusedRMSNorm.apply(x, weight, 1), [numbers(3, 4), numbers(4)], False),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import CountsInBackward, KeepsTokenLosses, MeasuresForward
 from lightning_tricks._core.replaced import replaced
+from lightning_tricks._core.tensors import refuse_second_derivative
 from lightning_tricks._trainer.lightning import Module, Trainer, pl, rank_zero_warn
 from lightning_tricks._trainer.objects import compiled_steps, is_a
 from lightning_tricks._trainer.run_facts import is_on_one_device
@@ -83,6 +84,7 @@ class _Replay(autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        refuse_second_derivative("a CUDA graph", "leave CUDAGraphs out for it")
         form = ctx.form
         if form not in ctx.running:
             raise UsageError("CUDAGraphs: a micro-batch has a second backward pass: leave CUDAGraphs out")

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -287,7 +288,9 @@ class Float8(pl.plugins.Precision):
         self._scales = torchao.Scales(gathered) if gathered else None
         if self.scaling == "delayed":
             first = next(module.parameters())
-            self._history = AmaxHistory(self.fp8_layers, trainer.strategy.root_device if trainer else first.device)
+            join = [partial(trainer.strategy.reduce, reduce_op="max")] if trainer is not None else []
+            device = first.device if trainer is None else trainer.strategy.root_device
+            self._history = AmaxHistory(self.fp8_layers, device, *join)
         if self.keep_fp8_weights:
             self._kept = KeptWeights(module, [*self.fp8_layers.values()], self.emulate, self._compiles)
         sizes = {name: layer.out_features * layer.in_features for name, layer in linears.items()}

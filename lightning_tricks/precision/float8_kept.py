@@ -1,10 +1,9 @@
 """What tensorwise layers keep between passes: the largest magnitudes of earlier steps, and weights in fp8."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_tricks.precision.float8_linear import E4M3, E5M2, Float8Linear, KeptWeight, cast_weights, scale_for
@@ -22,10 +21,13 @@ class AmaxHistory:
     Args:
         layers: by name, the same on every rank.
         device: of the products.
+        join: the largest of a tensor's values over the ranks that have other tokens.
     """
 
-    def __init__(self, layers: dict[str, nn.Linear], device: torch.device) -> None:
-        self._names, self._layers = list(layers), [*layers.values()]
+    def __init__(
+        self, layers: dict[str, nn.Linear], device: torch.device, join: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> None:
+        self._names, self._layers, self._join = list(layers), [*layers.values()], join
         self._steps, self._recorded = 0, False
         self._rows = torch.zeros(WINDOW, len(layers), 2, device=device)
         self._current = torch.zeros_like(self._rows[0])
@@ -50,9 +52,8 @@ class AmaxHistory:
         self.record()
         if not self._recorded:
             return
-        self._reduce()
         self._rows = self._rows.roll(1, 0)
-        self._rows[0] = self._current
+        self._rows[0] = self._join(self._current)
         self._current, self._recorded = torch.zeros_like(self._current), False
         self._steps += 1
         self._set_scales()
@@ -65,7 +66,7 @@ class AmaxHistory:
     def state_dict(self) -> dict[str, Any]:
         """Numbers, so that they are compared and loaded without a device. All ranks call it."""
         if self._recorded:  # in the middle of a step
-            self._reduce()
+            self._current = self._join(self._current)
         tables = {"rows": self._rows.tolist(), "current": self._current.tolist()}
         return {"layers": self._names, "steps": self._steps, "recorded": self._recorded, **tables}
 
@@ -76,10 +77,6 @@ class AmaxHistory:
         self._steps, self._recorded = state["steps"], state["recorded"]
         self._rows, self._current = (self._rows.new_tensor(state[name]) for name in ("rows", "current"))
         self._set_scales()
-
-    def _reduce(self) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self._current, dist.ReduceOp.MAX)  # no rank has other layers: `Float8` refuses that
 
     def _set_scales(self) -> None:
         if self._steps < WINDOW:
