@@ -17,7 +17,7 @@ from benchmarks.gpu_yardstick import yardstick
 from benchmarks.stage_file import DEVICE_LOST
 
 # What fp8 is compared with comes first.
-PROOF = ("bf16_mixed", "fp8_tensorwise", "bf16_true_stochastic", "fp32", "fp8_rowwise", "fp16")
+PROOF = ("bf16_mixed", "fp8_tensorwise", "fp8_delayed", "bf16_true_stochastic", "fp32", "fp8_rowwise", "fp16")
 
 
 def clean_up() -> None:

@@ -114,9 +114,9 @@ def variants(base: str, dry: bool, emulate: bool) -> dict[str, tuple[str, ...]]:
         "ours_budget": ("--model.init_args.activation_checkpointing", json.dumps({"budget": 0.5})),
         "ours_bf16": plugin("BF16True"),
         "fp8_tensorwise": plugin("Float8", recipe="tensorwise", **fp8),
-        "fp8_fused": (*plugin("Float8", recipe="tensorwise", **fp8), *fused),
+        "fp8_tensorwise_fused": (*plugin("Float8", recipe="tensorwise", **fp8), *fused),
         "fp8_delayed": plugin("Float8", recipe="tensorwise", scaling="delayed", **fp8),
-        "fp8_kept": plugin("Float8", recipe="tensorwise", keep_fp8_weights=True, **fp8),
+        "fp8_tensorwise_kept": plugin("Float8", recipe="tensorwise", keep_fp8_weights=True, **fp8),
         "fp8_delayed_kept_fused": (
             *plugin("Float8", recipe="tensorwise", scaling="delayed", keep_fp8_weights=True, **fp8),
             *fused,

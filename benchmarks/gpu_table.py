@@ -98,8 +98,9 @@ def rows(
         pairs = [run["tokens_per_second"] / statistics.mean(base[run["round"]]) for run in runs if run["round"] in base]
         row["speed_against_base"] = statistics.median(pairs) if pairs else None
         row["against_base"] = ratio(pairs)
-        if pairs and plain(contender) in (equal_loss or {}):
-            row["at_equal_loss"] = row["speed_against_base"] * (equal_loss or {})[plain(contender)]
+        share = (equal_loss or {}).get(number_format(contender))
+        if pairs and share is not None:
+            row["at_equal_loss"] = row["speed_against_base"] * share
         row["rounds"] = len(runs)
         for name in ("sm_clock_mhz", "power_watts"):
             values = [run[name] for run in runs if run.get(name) is not None]
@@ -135,6 +136,11 @@ def at_equal_loss(run: dict[str, Any], base: dict[str, Any]) -> float:
     if behind <= 0:
         return 1.0
     return max(1 - behind / gained / len(base["loss"]), 0.0) if gained > 0 else 0.0
+
+
+def number_format(contender: str) -> str:
+    """A contender's format in `precision_proof`: with kept weights and fused projections (nearly) that without them."""
+    return plain(contender).removesuffix("_fused").removesuffix("_kept")
 
 
 def equal_losses(calls: Sequence[Call]) -> dict[str, float]:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every file with tests marked `gpu`, those that take least first, which no GPU has run yet; a minute or two each later.
 FILES = (
     "tests/models/test_attention.py", "tests/gpu/test_snapshot_cuda.py", "tests/gpu/test_run_ledger_cuda.py",
+    "tests/gpu/test_cuda_graphs_cuda.py",
     "tests/gpu/test_adamw_bf16_state_cuda.py", "tests/gpu/test_precision.py", "tests/gpu/test_monitors.py",
     "tests/gpu/test_strategies.py", "tests/gpu/test_cuda.py",
 )  # fmt: skip
