@@ -54,9 +54,9 @@ def _refuse_starts(event: str, args: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Only a test that is marked `long` or `pages` starts processes."""
+    """Only a test that is marked `long` or `pages` starts processes; on a GPU the compiler does, in any test."""
     global may_start
-    may_start = any(map(item.get_closest_marker, ("long", "pages")))
+    may_start = any(map(item.get_closest_marker, ("long", "pages", "gpu")))
     try:
         return (yield)
     finally:
