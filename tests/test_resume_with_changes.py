@@ -100,6 +100,8 @@ HERE = {
 ELSEWHERE = {
     "settings of an optimizer that the module makes itself": "test_resume_with_changes.py::"
     "test_a_module_that_makes_its_optimizer_itself_goes_on_with_the_settings_of_the_checkpoint",
+    "`fused_projections`": "test_resume_with_changes.py::"
+    "test_a_resume_with_fused_projections_is_the_same_run_but_for_rounding",
     "weights of a mixture, its sources": "data/test_mixture_data.py::"
     "test_changed_weights_and_sources_hold_from_the_resume_on_and_no_row_comes_twice_or_is_lost",
     "number of devices": "mixins/test_run_length.py::"
@@ -136,7 +138,7 @@ def train(folder: Path, ckpt_path=None, *, save=None, files="files", callbacks=(
     of_data = ("micro_batch_size", "seq_len", "seed", "num_workers")
     given = [
         {name: options.pop(name) for name in names if name in options}
-        for names in ((*of_model, "activation_checkpointing"), of_data)
+        for names in ((*of_model, "activation_checkpointing", "fused_projections"), of_data)
     ]
     model = lt.LanguageModel(**{**shape(), "optimizer": adamw(), "schedule": LINEAR, **given[0]})
     paths = {name: str(folder / files / f"{name}.bin") for name in ("train", "val")}
@@ -177,6 +179,15 @@ def test_a_resume_with_a_changed_setting_does_what_the_page_says(name, saved, ca
         assert watch.lr[0] == pytest.approx(case.lr)
     assert (watch.rows == {step: rows[step] for step in range(SAVED, STEPS)}) == case.rows
     assert all(map(torch.equal, trained, weights)) == case.weights
+
+
+def test_a_resume_with_fused_projections_is_the_same_run_but_for_rounding(saved):
+    folder, rows, weights = saved
+    trainer, watch, trained = train(folder, folder / "a.ckpt", fused_projections=True)
+    assert trainer.global_step == STEPS
+    assert watch.rows == {step: rows[step] for step in range(SAVED, STEPS)}
+    for own, expected in zip(trained, weights, strict=True):  # an AdamW step of sums in another order
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_module_that_makes_its_optimizer_itself_goes_on_with_the_settings_of_the_checkpoint(tmp_path):

@@ -124,8 +124,9 @@ class Block(nn.Module):
 
     def _layer(self, x: Tensor, rope: Rope | None, mask: Mask | None, cache: LayerCache | None, *fused: Fused) -> Any:
         dtype = matmul_dtype(x)
-        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache, *fused[:1])
-        found = self.mlp(self.mlp_norm(x).to(dtype), *fused[1:])
+        # not None, which a module that somebody has put in their place need not take
+        x = x + self.attn(self.attn_norm(x).to(dtype), rope, mask, cache, *filter(None, fused[:1]))
+        found = self.mlp(self.mlp_norm(x).to(dtype), *filter(None, fused[1:]))
         return x + found if isinstance(found, Tensor) else (x + found[0], *found[1:])
 
 

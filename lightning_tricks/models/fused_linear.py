@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from lightning_tricks._core.tensors import autocasts, local, matmul_dtype
+from lightning_tricks._core.tensors import autocasts, matmul_dtype
 
 # How often a fused product is computed: again in the backward pass, where activation checkpointing does. None: single.
 Fused = Literal["once", "run again"] | None
@@ -73,7 +73,8 @@ def multiply(x: Tensor, layers: Sequence[nn.Linear], fused: Fused) -> tuple[Tens
     parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers if layer.bias is not None)]
     if isinstance(x, DTensor):  # whole on every tensor rank, of which each has a part of the outputs
         x = x.to_local(grad_placements=[Partial()])
-        parameters = [local(parameter) for parameter in parameters]
+        # not by `tensors.local`, whose question torch.compile answers otherwise
+        parameters = [cast(DTensor, parameter).to_local() for parameter in parameters]
     if autocasts(x.device.type):  # which would cast the copy, with more bytes to read and write
         x, *parameters = (tensor.to(matmul_dtype(x)) for tensor in (x, *parameters))
     # what runs again keeps nothing anyway, and compiled `full` does not see into a Function

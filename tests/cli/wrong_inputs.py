@@ -170,7 +170,7 @@ ROWS = [
     option("--init_from no_such.ckpt", "init_from=no_such.ckpt", "no such file"),
     option("--init_from other.ckpt", "init_from=other.ckpt", "has no 'decoder.", lines=3),
     option("--model.schedule trapezoid", "model.schedule", "'trapezoid'", "did you mean WarmupStableDecay?"),
-    plain("--trainer.strategy fsdp3", "trainer.strategy=fsdp3", "did you mean fsdp2?"),
+    plain("--trainer.strategy fsdp22", "trainer.strategy=fsdp22", "did you mean fsdp2?"),
     plain(f"{MESH}.tensor x", "trainer.strategy.mesh.tensor=x", "give a whole number"),
     plain(
         "--trainer.strategy FSDP2Strategy --trainer.strategy.layers_per_stage 2",

@@ -276,9 +276,12 @@ def layout(checked: Checked) -> str | Note:
     step = partial(_step, setup.changed(micro_batch_size=1)) if setup.is_ours and setup.rows else None
     if dims.pipeline > 1:
         blocks, step = None, step and partial(_step_of_stages, setup)
-    views = view_cluster(
-        partial(setup.build, blocks), dims, setup.parallel_options(), step, cut=setup.strategy.cut_stages
-    )
+    with ExitStack() as stack:  # inherited by the ranks, for forward and backward pass
+        for owner, name, value in kernels_of_a_gpu() if setup.on_gpu else ():
+            stack.enter_context(replaced(owner, name, value))
+        views = view_cluster(
+            partial(setup.build, blocks), dims, setup.parallel_options(), step, cut=setup.strategy.cut_stages
+        )
     ranks = ", ".join(str(view.rank) for view in views)
     sent = f"send the same {len(views[0].collectives)} collectives" if step else "divide it alike"
     return f"{dims} of {setup.world:,} devices: ranks {ranks} {sent}{f' in {blocks} blocks' if blocks else ''}"
@@ -291,10 +294,7 @@ def _step_of_stages(setup: RunSetup, cut: Cut, module: nn.Module) -> Tensor:
 
 def _step(setup: RunSetup, module: nn.Module) -> Tensor:
     fsdp.register_fsdp_forward_method(module, "token_sums")
-    with ExitStack() as stack:
-        for owner, name, value in kernels_of_a_gpu() if setup.on_gpu else ():
-            stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(setup.forward_context())
+    with setup.forward_context():
         return loss_of_step(setup, module)(module)
 
 
