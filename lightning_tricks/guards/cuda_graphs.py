@@ -213,8 +213,9 @@ class CUDAGraphs(pl.Callback):
             all trained parameters, as `decoder` in LanguageModel.
 
     Raises:
-        UsageError: no CUDA; a strategy of several devices; manual optimization; a LightningModule compiled as a whole;
-            no such module, or hooks on its gradients; in training, a pass that cannot be captured.
+        UsageError: no CUDA; a strategy of several devices; delayed scales of Float8; manual optimization; a
+            LightningModule compiled as a whole; no such module, or hooks on its gradients; in training, a pass
+            that cannot be captured.
 
     Source: `torch.cuda.make_graphed_callables`, whose gradients are not accumulated
         (https://docs.pytorch.org/docs/stable/generated/torch.cuda.make_graphed_callables.html); the error mode is that
@@ -233,6 +234,11 @@ class CUDAGraphs(pl.Callback):
             raise UsageError(
                 f"CUDAGraphs: {type(trainer.strategy).__name__} joins ranks in hooks that a graph does not call: train "
                 "on one device, or leave it out"
+            )
+        if stage == "fit" and getattr(trainer.precision_plugin, "scaling", "dynamic") != "dynamic":
+            raise UsageError(
+                "CUDAGraphs: Float8.scaling=delayed takes what each backward pass finds, which a replay does not give: set "
+                "scaling: dynamic, or leave CUDAGraphs out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:

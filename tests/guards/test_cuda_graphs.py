@@ -4,6 +4,7 @@
 """
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -30,7 +31,7 @@ from lightning_tricks.callbacks import (
 from lightning_tricks.guards import cuda_graphs
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.models import Llama
-from lightning_tricks.precision import FP16Mixed
+from lightning_tricks.precision import Float8, FP16Mixed
 from lightning_tricks.schedules import WarmupCosine
 
 SHAPE = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8}
@@ -382,6 +383,21 @@ def test_several_devices_are_refused(strategy):
 
     trainer = SimpleNamespace(world_size=1, accelerator=CUDAAccelerator(), strategy=type(strategy, (), {})())
     with pytest.raises(UsageError, match=rf"^CUDAGraphs: {strategy} joins ranks in hooks that a graph does not call"):
+        CUDAGraphs().check_run(trainer, None, "fit")
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "delayed"])
+def test_delayed_scales_are_refused(scaling):
+    class CUDAAccelerator:
+        pass
+
+    class SingleDeviceStrategy:
+        pass
+
+    own = {"accelerator": CUDAAccelerator(), "strategy": SingleDeviceStrategy()}
+    trainer = SimpleNamespace(world_size=1, precision_plugin=Float8(scaling=scaling, emulate=True), **own)
+    line = r"^CUDAGraphs: Float8.scaling=delayed takes .*: set scaling: dynamic, or leave CUDAGraphs out$"
+    with nullcontext() if scaling == "dynamic" else pytest.raises(UsageError, match=line):
         CUDAGraphs().check_run(trainer, None, "fit")
 
 
