@@ -237,8 +237,8 @@ class CUDAGraphs(pl.Callback):
             )
         if stage == "fit" and getattr(trainer.precision_plugin, "scaling", "dynamic") != "dynamic":
             raise UsageError(
-                "CUDAGraphs: Float8.scaling=delayed takes what each backward pass finds, which a replay does not give: set "
-                "scaling: dynamic, or leave CUDAGraphs out"
+                "CUDAGraphs: Float8.scaling=delayed takes what each backward pass finds, which a replay does not give: "
+                "set scaling: dynamic, or leave CUDAGraphs out"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
