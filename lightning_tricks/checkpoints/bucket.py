@@ -65,11 +65,8 @@ class Bucket:
             name, _, file = inner.partition("/")
             if name.endswith(".ckpt"):
                 found.setdefault(name, {})[file] = info
-        known = {  # a record that could not be read, as in an outage, is read again
-            name: stored
-            for name, stored in self._known.items()
-            if stored.files == found.get(name) and not stored.problem
-        }
+        # a record that could not be read, as in an outage, is read again
+        known = {name: one for name, one in self._known.items() if one.files == found.get(name) and not one.problem}
         new = found.keys() - known.keys()
         with ThreadPoolExecutor(_THREADS) as pool:
             read = pool.map(lambda name: self._read(name, found[name]), new)
