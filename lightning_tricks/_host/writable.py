@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from lightning_tricks._core.errors import UsageError
 
 def check_folder(option: str, folder: Path) -> None:
     """Refuse a folder, there or not, in which no file could be made: a file, one without rights, on a full disk."""
+    _refuse_address(option, folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{option}={folder}: {there} is a file: name another folder, or rename the file")
@@ -28,7 +30,10 @@ def check_folders_of_run(loggers: Iterable[Any], savers: Sequence[Any], default_
     """
     places = [("trainer.logger: save_dir", logger.save_dir) for logger in loggers]
     without_loggers = not places
-    places += [("ModelCheckpoint.dirpath", getattr(saver, "dirpath", None)) for saver in savers]
+    places += [  # SafeCheckpoint checks the folder of this host for an address
+        ("ModelCheckpoint.dirpath", getattr(saver, "address", None) or getattr(saver, "dirpath", None))
+        for saver in savers
+    ]
     if savers and without_loggers:
         places.append(("trainer.default_root_dir", default_root_dir))
     for option, folder in places:
@@ -47,6 +52,7 @@ def free_bytes(folder: str | Path) -> int | None:
 def check_file(option: str, file: str | Path) -> None:
     """Refuse the path of a file that could not be written: a folder, or one in no folder or one as above."""
     path = Path(file)
+    _refuse_address(option, path)
     if str(file) == "-":
         raise UsageError(f"{option}=-: it is not written to standard output: name a file")
     folder = path.absolute().parent
@@ -64,6 +70,12 @@ def check_file(option: str, file: str | Path) -> None:
         reason = None if path.exists() and not path.is_file() else _refusal(folder)
     if reason:
         raise UsageError(f"{option}={file}: cannot be written ({reason}): make room, or name another file")
+
+
+def _refuse_address(option: str, path: Path) -> None:
+    """Refuse an address, which would be the path of a folder `s3:` here; a Path has one slash after its colon."""
+    if re.match(r"\w{2,}:(/|$)", str(path)):
+        raise UsageError(f"{option}={path}: this is an address: name a path on this host, and copy the result there")
 
 
 def _refusal(folder: Path) -> str | None:

@@ -65,7 +65,8 @@ class Bucket:
             name, _, file = inner.partition("/")
             if name.endswith(".ckpt"):
                 found.setdefault(name, {})[file] = info
-        known = {name: stored for name, stored in self._known.items() if stored.files == found.get(name)}
+        # a record that could not be read, as in an outage, is read again
+        known = {name: one for name, one in self._known.items() if one.files == found.get(name) and not one.problem}
         new = found.keys() - known.keys()
         with ThreadPoolExecutor(_THREADS) as pool:
             read = pool.map(lambda name: self._read(name, found[name]), new)
@@ -160,7 +161,8 @@ def fetch(address: str) -> Path:
     address = address.rstrip("/")
     place, files = mirror(address), _list(address)
     if not files:
-        raise UsageError(f"{address}: it is not there; check the path")
+        remedy = "no address has a last.ckpt: take a step=N.ckpt" if place.name == "last.ckpt" else "check the path"
+        raise UsageError(f"{address}: it is not there; {remedy}")
     if "" not in files and not any(name in files for name in _MARKS):
         raise UsageError(f"{address} is a folder without a checkpoint: give the checkpoint itself, such as one in it")
     versions = json.dumps(sorted([name, info["size"], version_of(info)] for name, info in files.items()))

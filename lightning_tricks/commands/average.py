@@ -35,13 +35,14 @@ def run(args: list[str]) -> None:
     parser.add_argument("--output", required=True, help="the file to write, which must not exist")
     parser.add_argument("--weights", help="a number for each checkpoint, as 1,2,1; default: all the same")
     options = parser.parse_args(args)
-    output, paths = Path(options.output), [local_copy(path) for path in options.checkpoints]
+    output = Path(options.output)
     check_file("average: output", output)
     if output.exists():
         raise UsageError(f"average: output={output} exists: name another file, or remove it first")
-    if len(paths) < 2:
-        raise UsageError(f"average: {paths[0]}: give at least two checkpoints")
-    shares = shares_of(options.weights, len(paths))
+    if len(options.checkpoints) < 2:
+        raise UsageError(f"average: {options.checkpoints[0]}: give at least two checkpoints")
+    shares = shares_of(options.weights, len(options.checkpoints))
+    paths = [local_copy(path) for path in options.checkpoints]
     places = [path.resolve() for path in paths]
     if twice := next((path for number, path in enumerate(paths) if places[number] in places[:number]), None):
         raise UsageError(

@@ -27,15 +27,16 @@ def run(args: list[str]) -> None:
     parser.add_argument("file", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
-    folder, file = local_copy(options.folder), Path(options.file)
+    file = Path(options.file)
     check_file("consolidate: file", file)
     if file.exists() and not options.overwrite:
         raise UsageError(f"{file} exists: name another file, or give --overwrite")
+    folder = local_copy(options.folder)
     if is_of_deepspeed(folder):
         consolidate_deepspeed(folder, file)
         return
     if not check_checkpoint(folder).is_dir():
-        raise UsageError(f"{folder} is one file already")
+        raise UsageError(f"{options.folder} is one file already")
     say(f"{folder}: {size_text(size_of_folder(folder))}, read to memory")
     checkpoint = open_checkpoint(folder)
     write_file(checkpoint, file)

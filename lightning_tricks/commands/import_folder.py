@@ -61,10 +61,11 @@ def run(args: list[str]) -> None:
     parser.add_argument("folder", help="with config.json and safetensors")
     parser.add_argument("--output", required=True, help="the recipe to write, which must not exist")
     options = parser.parse_args(args)
-    folder, output = local_copy(options.folder), Path(options.output)
+    output = Path(options.output)
     check_file("import: output", output)
     if os.path.lexists(output):
         raise UsageError(f"import: output={output} exists: name another file, or remove it first")
+    folder = local_copy(options.folder)
     if not is_hf_folder(folder):
         raise UsageError(f"import: {folder} has no config.json: give a folder that save_pretrained or export wrote")
     config = decoder_of_folder(folder)

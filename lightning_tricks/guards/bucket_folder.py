@@ -30,7 +30,7 @@ class BucketFolder(CheckpointFolder):
         self, address: str, retention: Retention, run: str, on_update: Callable[[Records], None], leads: bool
     ) -> None:
         super().__init__(mirror(address), retention, run, on_update if leads else lambda _: None)
-        self.bucket, self.leads = Bucket(address), leads
+        self.bucket, self.leads, self.place = Bucket(address), leads, address
         self._uploads = BackgroundWriter()
 
     def problem(self) -> str:

@@ -164,6 +164,7 @@ class CheckpointFolder:
         self, path: Path, retention: Retention, run: str, on_update: Callable[[Records], None] = lambda _: None
     ) -> None:
         self.path, self.retention, self.run, self.on_update = path, retention, run, on_update
+        self.place: Path | str = path  # for messages
         self.protected: set[str] = set()  # names of checkpoints that stay whatever their age
         self.stored: dict[str, Record] = {}  # whole ones of a bucket, by their names, see BucketFolder
         self.taken: set[str] = set()  # all names in it
@@ -207,7 +208,7 @@ class CheckpointFolder:
             return None
         newest = max(others, key=lambda name: records[name].number)
         return (
-            f"SafeCheckpoint: {self.path} holds checkpoints that this run did not write ({len(others)}, the newest is "
+            f"SafeCheckpoint: {self.place} holds checkpoints that this run did not write ({len(others)}, the newest is "
             f"{newest}): it neither counts nor deletes them, so delete yourself what you do not need"
         )
 

@@ -160,6 +160,8 @@ def test_a_file_is_refused_by_its_own_rights_and_a_device_needs_none_in_its_fold
     check_file("plan: json", os.devnull)
     with pytest.raises(UsageError, match=r"^plan: json=new: cannot be written \(no rights\)"):
         check_file("plan: json", "new")
+    with pytest.raises(UsageError, match=r"^plan: json=s3:/bucket/a: this is an address: name a path on this host"):
+        check_file("plan: json", "s3://bucket/a")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=r"plan\.json: cannot be written \(Permission denied\)"):
         check_file("plan: json", file)

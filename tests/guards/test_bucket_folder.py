@@ -121,7 +121,8 @@ def test_no_checkpoint_of_the_bucket_is_replaced_and_none_of_another_run_is_touc
     train(4)  # another run
     assert names() == ["step=2-v1.ckpt", "step=2.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
     assert any(
-        "checkpoints that this run did not write (2, the newest is step=4.ckpt)" in str(w.message) for w in recwarn
+        "s3://runs/one holds checkpoints that this run did not write (2, the newest is step=4.ckpt)" in str(w.message)
+        for w in recwarn
     )
     assert {name: fsspec.filesystem("s3").cat_file(f"runs/one/{name}") for name in first} == first
     assert newest().endswith("step=4-v1.ckpt") or Path(newest()).resolve().name == "step=4-v1.ckpt"
@@ -167,6 +168,18 @@ def test_an_outage_is_one_line_a_save_and_ends_with_it(server, monkeypatch):
     assert names() == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=8.ckpt"]
 
 
+def test_a_record_that_an_outage_hid_is_read_at_the_next_look(server, monkeypatch):
+    def out(*_: Any) -> None:
+        raise UsageError("not read")
+
+    train(2)
+    bucket = Bucket(ADDRESS)
+    with monkeypatch.context() as outage:
+        outage.setattr("lightning_tricks.checkpoints.bucket.read_part", out)
+        assert bucket.look()["step=2.ckpt"].problem == "not read"
+    assert bucket.look()["step=2.ckpt"].record.step == 2
+
+
 MAY_READ = {"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}
 POLICY = json.dumps({"Version": "2012-10-17", "Statement": [MAY_READ]})
 
@@ -182,6 +195,10 @@ def test_what_cannot_work_is_one_line_before_the_first_step(server, monkeypatch)
     refused(
         r"SafeCheckpoint: dirpath=s3://none/one: it is not there \(no such bucket\); check the path", "s3://none/one"
     )
+    Path(mirror("s3://full")).parent.mkdir(parents=True)
+    mirror("s3://full").touch()
+    fsspec.filesystem("s3").mkdir("full")
+    refused(r"SafeCheckpoint: dirpath=.*/s3/full is a file: set XDG_CACHE_HOME to another folder", "s3://full/one")
     refused("gopher://a/b: Protocol not known: gopher; check the URL", "gopher://a/b")
     iam = boto3.client("iam", endpoint_url=server.url, region_name="us-east-1")
     iam.create_user(UserName="reader")
@@ -225,6 +242,8 @@ def test_a_folder_of_shards_without_one_of_its_files_is_not_whole(server, tmp_pa
         check_checkpoint(ADDRESS)
     with pytest.raises(UsageError, match=r"^s3://runs/b.ckpt: it is not there; check the path$"):
         check_checkpoint("s3://runs/b.ckpt")
+    with pytest.raises(UsageError, match=r"last.ckpt: it is not there; no address has a last.ckpt: .* step=N.ckpt$"):
+        check_checkpoint(f"{ADDRESS}/last.ckpt")
 
 
 def test_a_part_is_no_checkpoint_and_the_run_that_has_left_it_deletes_it(server, tmp_path):

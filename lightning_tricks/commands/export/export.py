@@ -97,7 +97,7 @@ def export(ckpt_path: str, output: Path, form: str, average: str | None, dtype: 
     """
     if os.path.lexists(output):
         raise UsageError(f"export: output={output} exists: name another folder, or remove it first")
-    check_folder("export: output", output.absolute().parent)
+    check_folder("export: output", output.parent)
     path = newest_checkpoint() if ckpt_path == "last" else local_copy(ckpt_path)
     source = stream_weights(path, average)
     config, base = decoder_shape(source.rest, path)
