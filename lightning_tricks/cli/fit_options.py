@@ -3,6 +3,7 @@
 The options of `fit` say where a run starts, and how long it is. Other commands ignore them in a recipe.
 """
 
+import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._host.machine import listed, named_devices
 from lightning_tricks.callbacks import InitFrom, TotalTokens
 
+UNREAD = argparse.SUPPRESS  # the help of an option that may stand in a recipe, and that a command does not read
 _LARGEST_SEED = 2**32 - 1  # numpy's
 
 # Type, default and help of each.
@@ -57,12 +59,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise UsageError(f"trainer.gradient_clip_val={clip}: give a number above 0, or null for no clipping")
 
 
-def check_fit_options(args: Sequence[str], command: str | None, options: Any) -> None:
+def check_fit_options(args: Sequence[str], command: str | None, options: Any, unread: Sequence[str] = ()) -> None:
     """Refuse these options among the words of another command, or together with a checkpoint to go on from.
 
     Typed beside a recipe's `init_from`, `--ckpt_path` goes on with the run that has started there.
     """
     typed = {arg.partition("=")[0].removeprefix("--") for arg in args if arg.startswith("--")}
+    for name in typed.intersection(unread):
+        raise UsageError(f"{command} has no option '{name}'; --help lists the options")
     allowed = {"total_tokens"} if command in ("schedule", "plan", "check") else set()  # of a fit of that length
     for name in (FIT_OPTIONS.keys() & typed) - allowed if command not in ("fit", None) else ():
         start = "ckpt_path" in options and name in ("resume", "init_from")

@@ -88,8 +88,9 @@ def help_last(args: Sequence[str]) -> list[str]:
 
 
 def _options(parser: Any) -> dict[str, Any]:
-    """The options of a parser that have a value, by name."""
-    return {one.dest: one for one in parser._actions if one.option_strings and one.default is not argparse.SUPPRESS}
+    """The options of a parser that have a value and are read, by name."""
+    read = [one for one in parser._actions if argparse.SUPPRESS not in (one.default, one.help)]
+    return {one.dest: one for one in read if one.option_strings}
 
 
 def _class_parser(parser: Any, cls: Any, place: str) -> Any:

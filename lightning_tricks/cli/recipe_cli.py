@@ -33,6 +33,7 @@ from lightning_tricks.cli.elastic import make_elastic
 from lightning_tricks.cli.error_lines import parse_message, trainer_line, usage_errors, without_advertisements
 from lightning_tricks.cli.fit_options import (
     FIT_OPTIONS,
+    UNREAD,
     check_fit_options,
     check_options,
     choose_length,
@@ -167,6 +168,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
         if given and subcommand not in given:
             return self.init_parser(**kwargs)  # its options are not needed, and take 0.05 s
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for name in {"ckpt_path", "weights_only"} - {action.dest for action in parser._actions}:
+            parser.add_argument(f"--{name}", type=Any, default=None, help=UNREAD)  # the config.yaml of a run has them
         if subcommand == "predict":
             default = inspect.signature(PredictionWriter).parameters["output"].default
             parser.add_argument("--output", type=str, default=default, help="JSON lines of what predict_step returns")
@@ -189,7 +192,8 @@ class RecipeCLI(lightning_cli.LightningCLI):
                 self.config = parser.parse_args(given)
         command = self.config.get("subcommand")
         config = self.config.get(command or "", self.config)
-        check_fit_options(given, command, config)
+        unread = [action.dest for action in self._parser(command)._actions if action.help == UNREAD] if command else []
+        check_fit_options(given, command, config, unread)
         check_options(config)
         expand_save_dirs(config.get("trainer") or {})
         if line := choose_length(config, given):

@@ -76,6 +76,20 @@ def test_cp_writes_all_files_or_none_and_leaves_a_part_that_is_there_already(tmp
     assert Path("parts", parts[-1]).read_text() == "mine"
 
 
+@pytest.mark.parametrize("command", ["schedule", "show-data"])
+def test_the_config_of_a_run_is_a_recipe_of_each_command_but_an_option_of_fit_is_none_of_theirs(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(" ".join(str(number**3) for number in range(2000)))
+    Path("config.yaml").write_text(f"{SMALL}\nckpt_path: old.ckpt\nweights_only: null\n")
+    words = [command, "--config", "config.yaml"]
+    RecipeCLI(args=words)
+    for option in ("ckpt_path", "weights_only"):
+        with pytest.raises(UsageError, match=f"^{command} has no option '{option}'; --help lists the options$"):
+            RecipeCLI(args=[*words, f"--{option}", "last"])
+
+
 @pytest.mark.parametrize(("command", "says"), [("schedule", False), ("show-data", False), ("fit", True)])
 def test_fit_alone_says_the_seed(command, says, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
