@@ -25,7 +25,8 @@ NOTEBOOK = Path(__file__).resolve().parent.parent / "examples/lightning_tricks.i
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 CODE = {cell["id"]: cell for cell in CELLS if cell["cell_type"] == "code"}
 NUMBER = r"-?\d[\d.,]*(?:e[-+]\d+)?"
-VARIES = re.compile(r"^(GPU available|TPU available|at [\d.]+ (?:hours|minutes|seconds)|[│┌└]|100 +200 +300)")  # by the machine or the time
+# Lines that the machine or the time decides.
+VARIES = re.compile(r"^(GPU available|TPU available|at [\d.]+ (?:hours|minutes|seconds)|[│┌└]|100 +200 +300)")
 
 # Sums of fp32 come in another order on another CPU, and the text differs between versions of Python. Training grows
 # such differences up to those between seeds: 0.026 of 2.69 in the stored output of compare, and four times that is 4 %.
