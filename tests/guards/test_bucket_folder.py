@@ -156,6 +156,10 @@ def test_an_outage_is_one_line_a_save_and_ends_with_it(server, monkeypatch):
         def on_train_batch_end(self, *_: Any) -> None:
             server.fails = 2 <= self.trainer.global_step < 6
 
+    # each library below tries again by itself, for a minute in all
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    fsspec.filesystem("s3").clear_instance_cache()
     model = Model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
