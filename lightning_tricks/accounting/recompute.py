@@ -19,7 +19,7 @@ from lightning_tricks.accounting.flops import (
 __all__ = ["recompute_flops_per_token"]
 
 Mode = Literal["none", "cheap", "selective", "full"]  # each keeps less than the one before
-Checkpointing = Mode | dict[str, float]  # of all blocks, or {"budget": share}
+Checkpointing = Mode | dict[str, Any]  # of all blocks, or {"budget": share}, which `check_checkpointing` checks
 
 
 def check_checkpointing(given: Any) -> Checkpointing:

@@ -171,7 +171,9 @@ def _wrong_value(error: ParseError, class_expected: bool) -> str | None:
     value = error.value if got is None else got[1]
     if choices:
         near = did_you_mean(value, choices) if value else ""
-        return f"{error.key}={value}: no such value{near or '; give one of ' + ', '.join(dict.fromkeys(choices))}"
+        budget = ", or {budget: SHARE}" if _TYPES["dict"] in expected else ""  # only activation_checkpointing has both
+        names = ", ".join(dict.fromkeys(choices))
+        return f"{error.key}={value}: no such value{near or f'; give one of {names}{budget}'}"
     shown = f"{error.key}={value}" if value is not None else error.key
     return f"{shown}: give {' or '.join(dict.fromkeys(expected))}"
 

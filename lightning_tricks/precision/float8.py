@@ -286,7 +286,8 @@ class Float8(pl.plugins.Precision):
             gathered = [layer for layer in self.fp8_layers.values() if torchao.gathers_in_fp8(layer)]
         module = self._base.convert_module(module)
         self._scales = torchao.Scales(gathered) if gathered else None
-        if self.scaling == "delayed":
+        # an evaluation after a fit leaves what the fit recorded to the next checkpoint
+        if self.scaling == "delayed" and (trainer is None or trainer.state.fn == "fit"):
             first = next(module.parameters())
             join = [partial(trainer.strategy.reduce, reduce_op="max")] if trainer is not None else []
             device = first.device if trainer is None else trainer.strategy.root_device

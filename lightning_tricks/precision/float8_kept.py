@@ -142,12 +142,8 @@ class KeptWeights:
                 layer.kept = layer.kept_together = None
 
     def _give(self, layers: Sequence[nn.Linear], kept: KeptWeight) -> None:
-        sizes = [layer.out_features for layer in layers]
-        if len(layers) > 1:
-            layers[0].kept_together = kept  # type: ignore[assignment]
-        parts = zip(layers, kept.rows.split(sizes), kept.columns.split(sizes, 1), strict=True)
-        for layer, rows, columns in parts:
-            layer.kept = KeptWeight(rows, columns, kept.scale)  # type: ignore[assignment]
+        # one of several that is called alone, as with a hook, has a scale of its own: it casts in each pass
+        setattr(layers[0], "kept_together" if len(layers) > 1 else "kept", kept)
 
 
 def _rows_and_columns(weights: Sequence[Tensor], emulate: bool) -> tuple[Tensor, Tensor, Tensor]:

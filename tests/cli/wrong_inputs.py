@@ -223,6 +223,9 @@ ROWS = [
     option("--model.schedule.warmup_steps 4", "warmup_steps=4", "trainer.max_steps=3", "shorten the warmup"),
     option(["--model.freeze", "[embd]"], "freeze: pattern 'embd'", "near names are", "decoder.embed.weight"),
     option("--model.freeze embed", "model.freeze=embed", "give a list in brackets"),
+    option("--model.activation_checkpointing 0.5", "activation_checkpointing=0.5", "full, or {budget: SHARE}"),
+    option("--model.activation_checkpointing.budget half", "{'budget': 'half'}", "or {budget: SHARE}, the share of"),
+    option(["--model.activation_checkpointing", "{bugdet: .5}"], "{'bugdet': 0.5}", "or {budget: SHARE}, the share of"),
     command("show-data --config small.yaml --rows 0", "show-data: rows=0", "at least 1"),
     plain("--total_tokens many", "total_tokens=many", "number"),
     # Files and folders.

@@ -155,6 +155,9 @@ class Batches(Decoding):
         self.scales.append(None if scales is None else scales.tolist())
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.model(torch.arange(16).view(1, 16))
+
 
 def train(own: Any, *callbacks: Any, steps: int = 4, **options: Any) -> Batches:
     model = Batches()
@@ -195,6 +198,16 @@ def test_checkpoints_open_with_and_without_a_history(tmp_path):
     assert other.scales == [None], "the history is of other layers"
     train(BF16Mixed(), ModelCheckpoint(tmp_path / "bf16", filename="{step}", every_n_train_steps=3), steps=3)
     assert train(plugin(**DELAYED), ckpt_path=tmp_path / "bf16" / "step=3.ckpt").scales == [None]
+
+
+@pytest.mark.usefixtures("_window_of_two")
+def test_an_evaluation_after_a_fit_leaves_the_history_to_the_next_checkpoint():
+    own, model = plugin(**DELAYED), Batches()
+    trainer = fit(model, data=DataLoader(range(64)), plugins=own).trainer
+    recorded = own.state_dict()
+    trainer.validate(model, DataLoader(range(2)), verbose=False)
+    assert own.state_dict() == recorded
+    assert recorded["amax_history"]["steps"] == 4
 
 
 # --- kept weights ---
@@ -354,6 +367,23 @@ def test_a_fused_decoder_keeps_the_weights_of_its_products_together_and_computes
     assert not any(apart)
     assert all(together)
     assert same(kept, found(True)[1])
+
+
+def test_a_layer_of_a_fused_product_that_a_hook_takes_out_has_its_own_scale_with_kept_weights_too():
+    found = []
+    for options in ({}, KEPT):
+        torch.manual_seed(0)
+        decoder = Decoder(Llama(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=16, d_ff=64))
+        decoder.fuse_projections()
+        own = plugin(convert_small=True, **options)
+        own.convert_module(nn.ModuleDict({"own": decoder}))
+        hook = decoder.blocks[0].attn.q.register_forward_hook(lambda *_: None)
+        for _ in range(2):  # with the hook, then without it
+            with own.train_step_context():
+                decoder(torch.arange(32).view(2, 16)).square().mean().backward()
+            hook.remove()
+        found.append([parameter.grad for parameter in decoder.parameters()])
+    assert same(*found)
 
 
 # --- compiled ---
