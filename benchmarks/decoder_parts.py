@@ -248,14 +248,10 @@ def trials(size_name: str) -> Iterator[tuple[str, Trial]]:
     )
     parts = [drawn(rows, heads, length, width // heads) for _ in "qkv"]
     kernel = gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *parts)
-    for block in (64, 128):
-        in_blocks = lambda *qkv, block=block: _AttentionInBlocks.apply(*qkv, block)  # noqa: E731
-        yield (
-            f"attention_{block}",
-            Trial(
-                f"attention's backward pass in blocks of {block} queries", kernel, gradients(in_blocks, *parts), False
-            ),
-        )
+    for queries in (64, 128):
+        in_blocks = lambda *qkv, queries=queries: _AttentionInBlocks.apply(*qkv, queries)  # noqa: E731
+        label = f"attention's backward pass in blocks of {queries} queries"
+        yield f"attention_{queries}", Trial(label, kernel, gradients(in_blocks, *parts), False)
     yield "attention_products", Trial("attention by products", kernel, gradients(_attention_by_products, *parts), False)
 
 

@@ -11,7 +11,7 @@ import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ def counted() -> dict[str, float]:
     own = [
         count for node, count in kernels if not isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode))
     ]
-    products = sum("mm" in str(node.node.get_origin_node()) for node, _ in kernels if node.is_extern())
+    products = sum(node.is_extern() and "mm" in str(cast(Any, node.node).get_origin_node()) for node, _ in kernels)
     metrics.reset()
     return {"kernels": len(own), "mib": round(sum(own) / 2**20, 1), "products": products}
 

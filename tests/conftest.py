@@ -111,6 +111,16 @@ def _nothing_distributed_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """A server for `harness.s3_server.prepare`, which skips where a library of it is missing."""
+    from harness.s3_server import Server
+
+    server = Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Some 200 kB of Python source as one text file."""
     path = tmp_path_factory.mktemp("text") / "source.txt"

@@ -57,47 +57,52 @@ def kept_memory(result: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _measured(result: dict[str, Any], benchmark: str) -> str:
+    """When, how and where."""
+    machine = result["machine"]
+    return (
+        f"Measured {machine['date'][:10]} by `python -m benchmarks.{benchmark}` on a CPU with {machine['cores']} cores "
+        f"({machine['cpu']}), load average {result['load_average'][0]:.1f} at the end, torch "
+        f"{machine['versions']['torch']}."
+    )
+
+
+def _with_table(table: str, said: str) -> str:
+    return f"{table}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"
+
+
 def decoder_parts(result: dict[str, Any]) -> dict[str, str]:
     """What was tried to make the decoder faster."""
     from benchmarks.decoder_parts import table
 
-    described = result["machine"]
     said = (
         "CPU time of the new form over that of the old, forward and backward pass in fp32 on one thread; in brackets "
-        f"the extremes over {result['rounds']} rounds. Measured {described['date'][:10]} by `python -m "
-        f"benchmarks.decoder_parts` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
-        f"{result['load_average'][0]:.1f} at the end, torch {described['versions']['torch']}."
+        f"the extremes over {result['rounds']} rounds. {_measured(result, 'decoder_parts')}"
     )
-    return {"parts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+    return {"parts": _with_table(table(result), said)}
 
 
 def packed_documents(result: dict[str, Any]) -> dict[str, str]:
     """Attention within documents."""
     from benchmarks.packed_documents import table
 
-    described = result["machine"]
     said = (
         "CPU time of attention over that with a dense mask, forward and backward pass on one thread; in brackets the "
-        f"extremes over {result['rounds']} rounds. Measured {described['date'][:10]} by `python -m "
-        f"benchmarks.packed_documents` on a CPU with {described['cores']} cores ({described['cpu']}), load average "
-        f"{result['load_average'][0]:.1f} at the end, torch {described['versions']['torch']}."
+        f"extremes over {result['rounds']} rounds. {_measured(result, 'packed_documents')}"
     )
-    return {"packed documents": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+    return {"packed documents": _with_table(table(result), said)}
 
 
 def cold_starts(result: dict[str, Any]) -> dict[str, str]:
     """Starts with and without a cache of compiled code."""
     from benchmarks.cold_starts import table
 
-    described = result["machine"]
     said = (
-        "From the command to the end of a process of one training step on one thread; in brackets the extremes over "
-        f"the rounds. Measured {described['date'][:10]} by `python -m benchmarks.cold_starts` on a CPU with "
-        f"{described['cores']} cores ({described['cpu']}) beside other programs, load average "
-        f"{result['load_average'][0]:.1f} at the end, which shows in seconds more than in CPU seconds; torch "
-        f"{described['versions']['torch']}."
+        "From the command to the end of a process of one training step on one thread, beside other programs, which "
+        "shows in seconds more than in CPU seconds; in brackets the extremes over the rounds. "
+        f"{_measured(result, 'cold_starts')}"
     )
-    return {"cold starts": f"{table(result)}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}"}
+    return {"cold starts": _with_table(table(result), said)}
 
 
 def muon_cost(result: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness import shard_formats as written
-from harness.s3_server import Server, fsspec, prepare
+from harness.s3_server import fsspec, prepare
 from harness.shard_formats import DOCUMENTS, ENDS, document_ends
 
 from lightning_tricks._core.errors import UsageError
@@ -14,16 +14,9 @@ from lightning_tricks.data import TokenData
 from lightning_tricks.data.remote import BLOCK_BYTES, BlockCache, find_remote
 
 
-@pytest.fixture(scope="module")
-def started():
-    server = Server()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def server(started, monkeypatch, tmp_path):
-    return prepare(started, monkeypatch, tmp_path, "tokens")
+def server(s3_server, monkeypatch, tmp_path):
+    return prepare(s3_server, monkeypatch, tmp_path, "tokens")
 
 
 def upload(folder: Path) -> None:

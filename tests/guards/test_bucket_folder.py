@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness.models import Small, adamw, batches, rows
 from harness.runs import fit, same, trainer_with, weights_of
-from harness.s3_server import Server, fsspec, prepare
+from harness.s3_server import fsspec, prepare
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tricks._core.errors import UsageError
@@ -29,17 +29,10 @@ ADDRESS = "s3://runs/one"
 DATA = batches([rows(4, 4)] * 99)  # all the same: a loader would begin with its first one at a resume
 
 
-@pytest.fixture(scope="module")
-def started():
-    server = Server()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def server(started, monkeypatch, tmp_path):
+def server(s3_server, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return prepare(started, monkeypatch, tmp_path, "runs")
+    return prepare(s3_server, monkeypatch, tmp_path, "runs")
 
 
 class Noisy(Small):
@@ -156,10 +149,6 @@ def test_an_outage_is_one_line_a_save_and_ends_with_it(server, monkeypatch):
         def on_train_batch_end(self, *_: Any) -> None:
             server.fails = 2 <= self.trainer.global_step < 6
 
-    # each library below tries again by itself, for a minute in all
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    fsspec.filesystem("s3").clear_instance_cache()
     model = Model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

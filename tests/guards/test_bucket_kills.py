@@ -18,16 +18,9 @@ from lightning_tricks.checkpoints.record import RECORD_FILE
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def started():
-    server = Server()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def server(started, monkeypatch, tmp_path):
-    return prepare(started, monkeypatch, tmp_path, "runs")
+def server(s3_server, monkeypatch, tmp_path):
+    return prepare(s3_server, monkeypatch, tmp_path, "runs")
 
 
 def start(place: str, cache: Path, world: int, told: Path) -> Any:

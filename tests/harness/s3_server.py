@@ -119,6 +119,7 @@ def prepare(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, buc
         ("AWS_DEFAULT_REGION", "us-east-1"),
         ("AWS_CONFIG_FILE", str(tmp_path / "none")),
         ("AWS_EC2_METADATA_DISABLED", "true"),
+        ("AWS_MAX_ATTEMPTS", "1"),  # botocore's own, before ours
         ("NO_PROXY", "127.0.0.1"),
     ):
         monkeypatch.setenv(name, value)

@@ -192,6 +192,11 @@ def check(module, datamodule=None, stage="fit", plugin=None, pipeline=2, acceler
     ("options", "line"),
     [
         ({"compile_blocks": True, "pipeline_schedule": "ZBVZeroBubble"}, "compile_blocks: ZBVZeroBubble splits the ba"),
+        (
+            {"activation_checkpointing": "cheap", "pipeline_schedule": "DualPipeV"},
+            "activation_checkpointing: DualPipeV splits the backward pass, for which torch keeps no results beside "
+            "those that run again: take 1F1B or Interleaved1F1B, or none or full",
+        ),
         ({"init_on_rank_0": True}, "init_on_rank_0: no rank can hold"),
         ({"reduce_gradients": "step"}, "reduce_gradients=step: stages reduce once a batch"),
         ({"save_distributed_checkpoint": False}, "save_distributed_checkpoint=False: no rank has all weights"),
@@ -234,6 +239,16 @@ def test_blocks_that_are_compiled_on_a_gpu_alone_are_refused_there():
     check(module, pipeline_schedule="ZBVZeroBubble")
     with pytest.raises(UsageError, match="compile_blocks: ZBVZeroBubble splits"):
         check(module, pipeline_schedule="ZBVZeroBubble", accelerator=CUDAAccelerator())
+
+
+def test_results_that_are_kept_are_refused_where_the_backward_pass_is_split():
+    experts = Llama(**SIZES, n_experts=4)
+    for decoder, kept in ((CONFIG, {"budget": 0.5}), (CONFIG, "selective"), (experts, "full")):
+        module = LanguageModel(decoder, activation_checkpointing=kept)
+        with pytest.raises(UsageError, match="activation_checkpointing: ZBVZeroBubble splits"):
+            check(module, pipeline_schedule="ZBVZeroBubble")
+        check(module, pipeline_schedule="1F1B")
+    check(LanguageModel(CONFIG, activation_checkpointing="full"), pipeline_schedule="ZBVZeroBubble")
 
 
 def test_one_layer_is_refused_as_such():

@@ -46,9 +46,9 @@ STEPS, SAVED_AT = 2, 1
 class Ours(LanguageModel):
     """A decoder of ours, by SGD, whose step shows a wrong scale of the gradients."""
 
-    def __init__(self, config: Any, optimizer: Any = None, fused: bool = False) -> None:
+    def __init__(self, config: Any, optimizer: Any = None, **options: Any) -> None:
         optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.3))
-        super().__init__(config, optimizer=optimizer, fused_projections=fused)
+        super().__init__(config, optimizer=optimizer, **options)
 
 
 class Crowded(Ours):
@@ -64,7 +64,7 @@ class Fused(Ours):
     """One product for queries, keys and values, where a block's weights are gathered."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, fused=True)
+        super().__init__(config, fused_projections=True)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -211,6 +211,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "fused experts": lambda: Fused(EXPERTS),
     "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
     "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
+    "deep, fused": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True),
+    "deep, fused, budget": lambda: Ours(
+        Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True, activation_checkpointing={"budget": 0.5}
+    ),
     "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4)),
     "deep muon": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), lambda groups: MuonAdamW(groups, lr=0.01)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),

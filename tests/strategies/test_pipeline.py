@@ -13,12 +13,12 @@ pytestmark = pytest.mark.long
 
 STAGES = ParallelDims(pipeline=2)
 TWO = {
-    "1F1B": Case("deep", STAGES),
+    "1F1B": Case("deep, fused, budget", STAGES),
     "GPipe, accumulated": Case("deep", STAGES, {"pipeline_schedule": "GPipe"}, accumulate=2),
     "Interleaved1F1B, tied": Case("deep gpt2", STAGES, {"pipeline_schedule": "Interleaved1F1B"}, documents=True),
     "1F1B, tied": Case("deep gpt2", STAGES, accumulate=2),
     "InterleavedZeroBubble": Case("deep", STAGES, {"pipeline_schedule": "InterleavedZeroBubble"}),
-    "ZBVZeroBubble": Case("deep", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
+    "ZBVZeroBubble": Case("deep, fused", STAGES, {"pipeline_schedule": "ZBVZeroBubble"}),
     "DualPipeV, checkpointed": Case(
         "deep", STAGES, {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "full"}
     ),

@@ -212,12 +212,21 @@ class FSDP2Strategy(pl.strategies.ModelParallelStrategy):
         """Refuse options and rows that stages cannot have."""
         schedule, count, plugin = self.pipeline_schedule, self.pipeline_micro_batches, trainer.precision_plugin
         rows = getattr(datamodule, "micro_batch_size", None)
-        chosen = getattr(trainer.lightning_module, "compile_blocks", False)
+        module = trainer.lightning_module
+        chosen = getattr(module, "compile_blocks", False)
         on_cpu = is_a(trainer.accelerator, "CPUAccelerator")
         compiled = self.compile_blocks or chosen is True or (chosen == "auto" and not on_cpu)
+        experts = getattr(getattr(module, "config", None), "n_experts", None)  # `full` keeps their routing
+        keeps = any(
+            isinstance(mode, dict) or mode in ("cheap", "selective") or (mode == "full" and experts is not None)
+            for mode in (self.activation_checkpointing, getattr(module, "activation_checkpointing", None))
+        )
         for wrong, line in (
             (compiled and schedule in SPLITS_BACKWARD, f"compile_blocks: {schedule} splits the backward pass, which "
              "compiled blocks cannot: take 1F1B or Interleaved1F1B, or leave it out"),
+            (keeps and schedule in SPLITS_BACKWARD, f"activation_checkpointing: {schedule} splits the backward pass, "
+             "for which torch keeps no results beside those that run again: take 1F1B or Interleaved1F1B, or "
+             f"{'none' if experts else 'none or full'}"),
             (torch.__version__ < "2.13" and schedule in SPLITS_BACKWARD, f"pipeline_schedule={schedule}: splits the "
              f"backward pass, which torch {torch.__version__} cannot: take Interleaved1F1B, or torch 2.13"),
             (self.init_on_rank_0, "init_on_rank_0: no rank can hold the whole model: leave it out, with init_weights"),
