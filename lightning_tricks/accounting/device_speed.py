@@ -1,6 +1,7 @@
 """Speed of this machine's matrix products: the peak for MFU, and whether bf16 beats fp32. Measured on a CPU."""
 
 import functools
+import math
 import operator
 import os
 import time
@@ -18,6 +19,7 @@ FASTER = 0.9
 _SIZE = 512  # rows, inputs and outputs of a linear layer
 _SMALL = 256  # tells emulated products, which may take 80 times as long, before they cost seconds
 _EMULATED = 3.0
+_TRUSTED = 0.03  # s: the system counts the time of a thread that is running at its ticks, every 1 to 10 ms
 _FREE = 1.3  # more threads make a product faster than one thread by this factor at least, where the cores are free
 
 
@@ -67,12 +69,11 @@ def _ratio(seconds: dict[torch.dtype, float]) -> float:
 @torch.no_grad()
 def _fastest(size: int, rounds: int) -> dict[torch.dtype, float]:
     """Seconds of the three products in each type, each at its fastest, with the current number of threads."""
-    cores = min(torch.get_num_threads(), available_cores())
     products = {dtype: _products(size, dtype) for dtype in (torch.float32, torch.bfloat16)}
     best: dict[torch.dtype, list[float]] = {}
     for number in range(rounds + 1):
         for dtype, acts in products.items():
-            taken = [seconds_of(act, cores)[1] for act in acts]
+            taken = list(map(wall_seconds, acts))
             if number > 0:  # the first ones pack and allocate
                 best[dtype] = [min(pair) for pair in zip(best.get(dtype, taken), taken, strict=True)]
     return {dtype: sum(taken) for dtype, taken in best.items()}
@@ -132,19 +133,21 @@ def measure_peak_flops(device: Any, dtype: str, seconds: float = 0.2) -> float |
     if dtype not in types:
         return None
     cores = min(torch.get_num_threads(), available_cores())
-    best, wall, sizes = 0.0, 0.0, [4096, 2048, 1024, 512, 256]
+    best, sizes = 0.0, [4096, 2048, 1024, 512, 256]
     with torch.no_grad():
         while sizes:  # small products cannot keep many cores busy, large ones take long
             size = sizes.pop()
             a = torch.full((size, size), 0.5, dtype=types[dtype], device=device)
-            a @ a  # the first product of each size packs, allocates and wakes the threads
-            fastest = min(seconds_of(functools.partial(operator.matmul, a, a), cores)[1] for _ in range(3))
-            best = max(best, 2 * size**3 / fastest)
+            product = functools.partial(operator.matmul, a, a)
+            product()  # the first one of each size packs, allocates and wakes the threads
+            fastest = min(wall_seconds(product) for _ in range(3))
+            repeats = math.ceil(_TRUSTED / fastest)
+            best = max(best, 2 * size**3 / busy_seconds(product, repeats, cores))
             if fastest > 0.01:  # a larger product would take too long
                 break
-        while wall < seconds:
-            last, busy = seconds_of(functools.partial(operator.matmul, a, a), cores)
-            best, wall = max(best, 2 * size**3 / busy), wall + last
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            best = max(best, 2 * size**3 / busy_seconds(product, repeats, cores))
     return best
 
 
@@ -154,14 +157,21 @@ def available_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def seconds_of(act: Callable[[], Any], cores: int) -> tuple[float, float]:
-    """Seconds of a call, such as a product: on the wall clock, and as processor time divided by `cores`.
-
-    The second is shorter if other programs used the cores in between. If the system's processor time is too coarse for
-    one call, as on Windows, both are wall clock.
-    """
-    wall, processor = time.perf_counter(), time.process_time()
+def wall_seconds(act: Callable[[], Any]) -> float:
+    """Seconds of a call on the wall clock."""
+    begin = time.perf_counter()
     act()
-    wall, processor = time.perf_counter() - wall, (time.process_time() - processor) / cores
+    return time.perf_counter() - begin
+
+
+def busy_seconds(act: Callable[[], Any], repeats: int, cores: int) -> float:
+    """Seconds of one of several calls, such as products: the shorter of wall time, and processor time over `cores`.
+
+    The second is shorter if other programs used the cores in between. If the system's processor time is too coarse, as
+    on Windows, it is wall time.
+    """
+    processor = time.process_time()
+    wall = wall_seconds(lambda: [act() for _ in range(repeats)])
+    processor = (time.process_time() - processor) / cores
     fine = time.get_clock_info("process_time").resolution < 1e-4
-    return wall, min(wall, processor) if fine and processor > 0 else wall
+    return (min(wall, processor) if fine and processor > 0 else wall) / repeats

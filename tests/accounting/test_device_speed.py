@@ -45,9 +45,22 @@ class Machine:
 
 
 def test_the_peak_is_that_of_the_fastest_product(monkeypatch):
-    # 256 cubed takes 0.67 ms at 50 GFLOP/s, 512 cubed 5.4, 1024 cubed 43; all but the eighth are 2 to 9 times slower
-    Machine(monkeypatch, 50e9, slowed=[9, 3, 4, 2, 9, 3, 4, 1, *[2] * 100])
+    # 256 cubed takes 1.3 ms at half the speed, 512 cubed 11: three together; the last three are fast
+    slowed = [2] * 200
+    Machine(monkeypatch, 50e9, slowed=slowed)
+    assert measure_peak_flops("cpu", "fp32") == pytest.approx(25e9)
+    machine = Machine(monkeypatch, 50e9, slowed=slowed)
+    measure_peak_flops("cpu", "fp32")
+    slowed[len(machine.sizes) - 3 : len(machine.sizes)] = [1] * 3
+    Machine(monkeypatch, 50e9, slowed=slowed)
     assert measure_peak_flops("cpu", "fp32") == pytest.approx(50e9)
+
+
+def test_time_of_other_threads_that_is_counted_late_makes_no_product_faster(monkeypatch):
+    # two threads, of which the system counts the second one's time at its ticks, every 4 ms
+    machine = Machine(monkeypatch, 50e9, cores=2)
+    monkeypatch.setattr(module.time, "process_time", lambda: machine.wall + machine.wall // 0.004 * 0.004)
+    assert measure_peak_flops("cpu", "fp32") == pytest.approx(100e9, rel=0.08)
 
 
 @pytest.mark.parametrize("cores", [1, 4])
@@ -66,7 +79,7 @@ def test_products_grow_until_they_fill_the_processor_and_no_further(monkeypatch)
     machine = Machine(monkeypatch, 50e9)
     measure_peak_flops("cpu", "bf16")
     assert max(machine.sizes) == 1024
-    assert 0.2 <= machine.wall < 0.5
+    assert 0.2 <= machine.wall < 0.6
     # without instructions for the dtype a product of 256 cubed takes a third of a second
     machine = Machine(monkeypatch, 1e8)
     assert measure_peak_flops("cpu", "fp16") == pytest.approx(1e8)

@@ -56,11 +56,11 @@ class Clock:
     def __init__(self, seconds):
         self.seconds, self.seen = seconds, []
 
-    def __call__(self, act, cores):
+    def __call__(self, act):
         out = act()
         key = (out.dtype, torch.get_num_threads(), len(out))
         self.seen.append(key)
-        return None, self.seconds[key[:2]] * (10 if self.seen.count(key) < 7 else 1)
+        return self.seconds[key[:2]] * (10 if self.seen.count(key) < 7 else 1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ class Clock:
 def test_the_fastest_warm_products_of_both_types_are_compared(monkeypatch, of_two_threads, expected):
     one = {(torch.float32, 1): 2.0, (torch.bfloat16, 1): 3.0}
     two = {(dtype, 2): seconds for (dtype, _), seconds in zip(one, of_two_threads, strict=True)}
-    monkeypatch.setattr(device_speed, "seconds_of", clock := Clock(one | two))
+    monkeypatch.setattr(device_speed, "wall_seconds", clock := Clock(one | two))
     monkeypatch.setattr(torch, "get_num_threads", lambda: clock.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: setattr(clock, "threads", threads))
     assert device_speed.bf16_time_ratio.__wrapped__(2) == pytest.approx(expected)
@@ -81,7 +81,7 @@ def test_the_fastest_warm_products_of_both_types_are_compared(monkeypatch, of_tw
 
 def test_emulated_products_are_told_by_small_ones_which_take_little_time(monkeypatch):
     clock = Clock({(torch.float32, 1): 1.0, (torch.bfloat16, 1): 40.0})
-    monkeypatch.setattr(device_speed, "seconds_of", clock)
+    monkeypatch.setattr(device_speed, "wall_seconds", clock)
     assert device_speed.bf16_time_ratio.__wrapped__(torch.get_num_threads()) == pytest.approx(40.0)
     assert {size for _, _, size in clock.seen} == {256}
 
