@@ -21,6 +21,7 @@ from lightning_tricks.commands.plan.plan import plan_recipe
 # The device of each recipe's header, by its word for `plan`; a CPU where the header names none.
 DEVICES = {
     "gpt2_124m": "h100",
+    "speedrun_124m": "h100",
     "llama1b": "h100",
     "llama7b": "h100",
     "llama7b_1gpu": "h200",

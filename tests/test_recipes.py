@@ -7,6 +7,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ PARAMETERS = {
     "tiny": 5_245_696,
     "moe_tiny": 11_414_272,
     "gpt2_124m": 124_373_760,  # 50304 rows and no biases: nanoGPT prints 123.59M without the 786,432 of its positions
+    "speedrun_124m": 162_223_872,  # an untied head; the blocks' 84,934,656 are GPT-2's
     "llama1b": 1_100_048_384,
     "llama7b": 6_738_415_616,
     "llama7b_1gpu": 6_738_415_616,
@@ -40,14 +42,15 @@ PARAMETERS = {
     "moe_671b": 666_776_728_576,
 }
 TOKENS_A_STEP = {
-    "gpt2_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288,
+    "gpt2_124m": 524_288, "speedrun_124m": 524_288, "llama1b": 2_097_152, "llama7b": 4_194_304, "llama7b_1gpu": 524_288,
     "llama7b_deepspeed": 4_194_304, "llama70b": 16_777_216, "llama405b": 16_777_216,
     "llama405b_3d": 16_777_216, "mixtral_8x7b": 4_194_304, "moe_671b": 62_914_560,
 }  # fmt: skip
 
 
 PARTS = {"1x8": (1, 8), "2x8": (2, 8), "8x8": (8, 8)}  # hosts, devices of each
-LAID_OUT = [(name, None) for name in TOKENS_A_STEP] + [("llama7b", part) for part in PARTS]
+# but for the one whose optimizer keeps less
+LAID_OUT = [(name, None) for name in TOKENS_A_STEP if name != "speedrun_124m"] + [("llama7b", part) for part in PARTS]
 
 
 def configs(name, part=None):
@@ -170,6 +173,44 @@ def test_gpt2_is_nanogpts():
     assert lr[3] == 6e-5
     assert model.config.vocab_size == 50304
     assert model.weight_decay == 0.1
+
+
+def test_the_speedrun_validates_on_the_tokens_of_the_track_and_counts_all_labels():
+    model, data, trainer = built("speedrun_124m")
+    assert trainer["limit_val_batches"] * data.micro_batch_size * data.seq_len == 20 * 524_288
+    assert data.eot_id is None  # else labels of that token would not count
+    curve = [model.schedule.lr(1.0, step, trainer["max_steps"]) for step in (0, 974, 2112, 3249)]
+    assert curve == pytest.approx([1.0, 1.0, (3250 - 2112) / (0.7 * 3250), 1 / (0.7 * 3250)])
+
+
+@pytest.mark.long
+def test_the_speedrun_learns_in_small_with_the_settings_of_its_groups(tmp_path):
+    (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
+    cycle = np.array([(17 * number) % 64 for number in range(64)])  # each token tells the next one
+    for name in ("fineweb_train", "fineweb_val"):
+        with ShardWriter(tmp_path / "data" / "fineweb10B", name, vocab_size=64) as writer:
+            writer.append(np.tile(cycle, 40))
+    sizes = {"n_layers": 2, "d_model": 32, "n_heads": 2, "vocab_size": 64}
+    done = subprocess.run(
+        [
+            python(), "-m", "lightning_tricks", "fit", *configs("speedrun_124m"),
+            *[f"--model.decoder.{name}={size}" for name, size in sizes.items()], "--model.compile_blocks=false",
+            "--data.vocab_size=64", "--data.seq_len=32", "--data.micro_batch_size=4", "--data.num_workers=0",
+            "--trainer.accelerator=cpu", "--trainer.max_steps=40", "--trainer.accumulate_grad_batches=1",
+            "--trainer.val_check_interval=40", "--trainer.limit_val_batches=4",
+        ],
+        capture_output=True, text=True, cwd=tmp_path, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (loss,) = re.findall(r"validation  loss ([\d.]+)", done.stdout)
+    assert float(loss) < 2  # 4.16 is that of a guess
+    groups = re.findall(r"^(muon|adamw):\S*?(?:role=(\w+))?  .* ([\d.]+) +([\d.]+)$", done.stderr, re.M)
+    assert groups == [  # learning rate and decay of the track's baseline, but for the embedding's rate
+        ("muon", "", "0.025", "0.05"),
+        ("adamw", "embedding", "0.1", "0.001"),
+        ("adamw", "norm", "0.015", "0.001"),
+        ("adamw", "head", "0.004", "0.001"),
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -48,6 +48,8 @@ def short(number: float) -> str:
 
 def duration(hours: float) -> str:
     """In hours up to two days, else in days."""
+    if hours < 10:
+        return f"{hours:.1f} hours"
     return f"{hours:,.0f} hours" if hours < 48 else f"{hours / 24:,.0f} days"
 
 

@@ -120,27 +120,31 @@ def rows_of(rows: TrainBatches, runs: Runs) -> tuple[list[int], list[Batch]]:
 def documents_of(
     rows: TrainBatches, samples: Sequence[int], batches: Sequence[Batch], eot: int | None
 ) -> list[Document]:
-    """The documents of a batch, row by row; without an end-of-text token `eot` each row is one."""
+    """The documents of a batch, row by row; without an end-of-text token `eot` or an index of them, each row is one."""
     found = []
     for row, (sample, batch) in enumerate(zip(samples, batches, strict=True)):
-        labels = batch["labels"].numpy()
-        for first, stop in _spans(batch["input_ids"].numpy()[0], labels[0], eot):
+        labels, inputs = batch["labels"].numpy(), batch["input_ids"].numpy()[0]
+        begins = rows.begins(sample, 0, inputs) if eot is None else None
+        for first, stop in _spans(inputs, labels[0], eot, begins):
             source, token = rows.offset(sample, 0, first)
             found.append(Document(row, sample, first, stop, source, token, labels[0, first:stop]))
     return found
 
 
-def _spans(inputs: NDArray[np.int64], labels: NDArray[np.int64], eot: int | None) -> list[tuple[int, int]]:
+def _spans(
+    inputs: NDArray[np.int64], labels: NDArray[np.int64], eot: int | None, begins: NDArray[np.bool_] | None
+) -> list[tuple[int, int]]:
     """First index of each document in the labels (T,), and the index after its last.
 
     In a packed row a piece of another document also begins where the input is not the label before it.
     """
     length = int((labels != IGNORED).sum())  # a row is filled up at its end
-    if eot is None:
-        return [(0, length)]
-    before, after = labels[: length - 1], inputs[1:length]
-    edges = [0, *(np.flatnonzero((before == eot) | (before != after)) + 1).tolist(), length]
-    return list(pairwise(edges))
+    if eot is not None:
+        before, after = labels[: length - 1], inputs[1:length]
+        edges = np.flatnonzero((before == eot) | (before != after)) + 1
+    else:  # a label is the token after its input
+        edges = np.flatnonzero([] if begins is None else begins[2:length]) + 1
+    return list(pairwise([0, *edges.tolist(), length]))
 
 
 def joined(batches: Sequence[Batch], device: torch.device) -> Batch:

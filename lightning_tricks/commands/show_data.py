@@ -37,7 +37,7 @@ def run(model: Any, datamodule: Any, trainer: Any, *, rows: int = 10, first: int
         raise UsageError(f"show-data: data={kind}: its rows have no positions; those of TextData and TokenData have")
     datamodule.prepare_data()
     datamodule.setup("fit")
-    datamodule.document_ids |= datamodule.eot_id is not None  # rows then say where their documents end
+    datamodule.document_ids |= datamodule.knows_documents  # rows then say where their documents end
     say(datamodule.data_summary(), *lines_of_rows(datamodule, range(first, first + rows)))
 
 

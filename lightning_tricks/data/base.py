@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._trainer.lightning import pl, rank_zero_info
 from lightning_tricks._trainer.run_facts import data_rank
 from lightning_tricks.data.batches import Batch, JoinedBatches, TrainBatches, ValidationBatches, WindowRows
@@ -28,6 +28,7 @@ from lightning_tricks.data.cursor import ENDLESS, BatchHistory, DataCursor, Firs
 from lightning_tricks.data.order import Pass, RowOrder, SkippedSamples, windows
 from lightning_tricks.data.packed_rows import PackedRows, Packing
 from lightning_tricks.data.shards import TokenStream
+from lightning_tricks.data.shuffled_documents import Shuffle, ShuffledDocuments
 from lightning_tricks.data.tokenizer import (
     changes_text,
     check_same,
@@ -38,6 +39,7 @@ from lightning_tricks.data.tokenizer import (
 )
 
 Batches = TrainBatches | ValidationBatches | JoinedBatches
+RowPlan = type[PackedRows] | type[ShuffledDocuments] | None
 SCANNED_TOKENS = 1 << 28  # training tokens read before the start, in half a second; later ones are checked in batches
 
 
@@ -53,8 +55,8 @@ class Source:
             tokenizer changes no text.
         name: in a mixture.
         seed: of the order of its rows.
-        packing: of its training rows, see `PackedRows`.
-        packed: these rows, once there is a plan of them; None: they are windows.
+        row_plan: the class that plans its training rows; None: they are windows of the stream.
+        planned: these rows, once there is a plan of them.
     """
 
     streams: dict[str, TokenStream]
@@ -63,29 +65,25 @@ class Source:
     byte_corrections: NDArray[np.int64] | None = None
     name: str = ""
     seed: int = 0
-    packing: Packing = "cut"
-    packed: PackedRows | None = None
+    row_plan: RowPlan = None
+    planned: PackedRows | ShuffledDocuments | None = None
 
-    def pack(self, seq_len: int, eot_id: int | None, cache_dir: Path) -> None:
-        """Make the plan of packed rows, or open it, where `packing` asks for one.
+    def plan(self, seq_len: int, eot_id: int | None, cache_dir: Path) -> None:
+        """Make the plan of the training rows, or open it, where there should be one.
 
         Raises:
-            UsageError: also for another word than those of `Packing`, and without an end-of-text token.
+            UsageError: see the classes of plans.
         """
-        if self.packing not in get_args(Packing):
-            raise UsageError(f"packing={self.packing!r}: give cut or best_fit")
-        if self.packing == "cut" or self.packed is not None:
+        if self.row_plan is None or self.planned is not None:
             return
-        if eot_id is None:
-            raise UsageError("packing=best_fit: documents end at the end-of-text token; give eot_id or tokenizer")
         data = f"{self.fingerprint} {self.content}"
-        self.packed = PackedRows(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, data)
-        self.fingerprint += " packed"
+        self.planned = self.row_plan(cache_dir, self.streams["train"], eot_id, seq_len, self.seed, data)
+        self.fingerprint += f" {self.planned.mark}"
 
     @property
-    def packed_summary(self) -> str:
+    def plan_summary(self) -> str:
         """For the line on the data."""
-        return "" if self.packed is None else f"; {self.packed.summary()}"
+        return "" if self.planned is None else f"; {self.planned.summary()}"
 
 
 class TokenIdCheck:
@@ -212,8 +210,17 @@ class TokenDataModule(pl.LightningDataModule):
         seed: int,
         document_ids: bool,
         skip_samples: list[list[int]] | None,
+        packing: Packing = "cut",
+        shuffle: Shuffle = "rows",
     ) -> None:
         super().__init__()
+        check_choice("packing", packing, Packing)
+        check_choice("shuffle", shuffle, Shuffle)
+        if packing == "best_fit" and shuffle == "documents":
+            raise UsageError(
+                "shuffle=documents: the rows of packing=best_fit are planned once; set shuffle: rows or packing: cut"
+            )
+        self.packing, self.shuffle = packing, shuffle
         self.seq_len, self.micro_batch_size, self.num_workers = seq_len, micro_batch_size, num_workers
         self.seed, self.document_ids = seed, document_ids
         for option, least in (("seq_len", 1), ("micro_batch_size", 1), ("num_workers", 0)):
@@ -263,11 +270,10 @@ class TokenDataModule(pl.LightningDataModule):
         Raises:
             UsageError: too little text for one row, or ids that the tokenizer does not have.
         """
-        streams = [stream for source in sources for stream in source.streams.values()]
-        if self.document_ids and self.eot_id is None and not all(stream.knows_documents for stream in streams):
-            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
         self.sources, self.tokenizer = list(sources), tokenizer
-        self._pack(self.sources)
+        if self.document_ids and not self.knows_documents:
+            raise UsageError("document_ids=True: documents end at the end-of-text token; give eot_id or tokenizer")
+        self._plan_rows(self.sources)
         self._cursor.identity |= self._identity()
         if tokenizer is not None:
             self.token_texts = token_texts(tokenizer)
@@ -290,12 +296,25 @@ class TokenDataModule(pl.LightningDataModule):
         found = {"data": source.fingerprint, "content": source.content}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _pack(self, sources: Sequence[Source]) -> None:
-        """Plan packed rows; refuses too few tokens for one row."""
+    @property
+    def knows_documents(self) -> bool:
+        """Whether it is known where documents end, by the end-of-text token or by an index; after `setup`."""
+        streams = [stream for source in self.sources for stream in source.streams.values()]
+        return self.eot_id is not None or all(stream.knows_documents for stream in streams)
+
+    @property
+    def row_plan(self) -> RowPlan:
+        """The class that plans the training rows."""
+        if self.packing == "best_fit":
+            return PackedRows
+        return ShuffledDocuments if self.shuffle == "documents" else None
+
+    def _plan_rows(self, sources: Sequence[Source]) -> None:
+        """Plan rows where there should be a plan; refuses too few tokens for one row."""
         for source in sources:
             if "train" in source.streams:
                 self._check_length(source.streams["train"])
-                source.pack(self.seq_len, self.eot_id, self.cache_dir)
+                source.plan(self.seq_len, self.eot_id, self.cache_dir)
 
     def _check_length(self, train: TokenStream) -> None:
         """Refuse too few tokens for one row."""
@@ -342,7 +361,7 @@ class TokenDataModule(pl.LightningDataModule):
         return self._training_batches(1)
 
     def _training_batches(self, micro_batch_size: int, skipped: SkippedSamples | None = None) -> TrainBatches:
-        rows = [source.packed or WindowRows(source.streams["train"], self.eot_id) for source in self.sources]
+        rows = [source.planned or WindowRows(source.streams["train"], self.eot_id) for source in self.sources]
         return TrainBatches(rows, self._order(skipped), self.seq_len, micro_batch_size, self.document_ids)
 
     def _order(self, skipped: SkippedSamples | None = None) -> RowOrder:
@@ -350,8 +369,8 @@ class TokenDataModule(pl.LightningDataModule):
 
     def _pass(self, source: Source) -> Pass:
         """The rows of a source."""
-        if source.packed is not None:
-            return Pass(len(source.packed), 1, 1, source.seed)
+        if source.planned is not None:
+            return source.planned.in_epochs(source.seed)
         return windows(len(source.streams["train"]), self.seq_len, source.seed)
 
     def source_files(self, offsets: Sequence[int], source: int = 0) -> list[Path | None]:
@@ -474,4 +493,4 @@ class TokenDataModule(pl.LightningDataModule):
 
 def _counted(source: Source) -> str:
     parts = [f"{len(s):,} {name} tokens in {len(s.paths)} shard(s)" for name, s in source.streams.items()]
-    return f"{' and '.join(parts)}{source.packed_summary}; {next(iter(source.streams.values())).paths[0].parent}"
+    return f"{' and '.join(parts)}{source.plan_summary}; {next(iter(source.streams.values())).paths[0].parent}"

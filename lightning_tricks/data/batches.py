@@ -73,8 +73,8 @@ class SourceRows(Protocol):
     def begins(self, address: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether a document begins at each token of a row, (T,)."""
 
-    def offset(self, address: int, label: int) -> int:
-        """The offset in the stream of a label of the row; of one near it where the row is filled up."""
+    def offset(self, address: int, label: int, before: int = 0) -> int:
+        """The offset in the stream of a label, or of the token so many before it; near it where a row is filled up."""
 
 
 @dataclass(eq=False)
@@ -93,9 +93,9 @@ class WindowRows:
         """See `SourceRows`."""
         return document_begins(self.stream, address, input_ids, self.eot_id)
 
-    def offset(self, address: int, label: int) -> int:
+    def offset(self, address: int, label: int, before: int = 0) -> int:
         """See `SourceRows`."""
-        return address + 1 + label
+        return address + 1 + label - before
 
 
 class TrainBatches(Dataset[Batch]):
@@ -142,10 +142,17 @@ class TrainBatches(Dataset[Batch]):
         source, address = self.places(first_row)[row]
         return source, self.rows[source].offset(address, label)
 
+    def begins(self, first_row: int, row: int, input_ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Whether a document begins at each token of a row, (T,), by an index; None without one."""
+        source, address = self.places(first_row)[row]
+        rows = self.rows[source]
+        return rows.begins(address, input_ids) if rows.stream.knows_documents else None
+
     def describe(self, first_row: int, row: int, label: int, before: int = 0) -> str:
         """Name the shard of a label, or of a token so many `before` it, for messages."""
-        source, offset = self.offset(first_row, row, label)
-        return self.rows[source].stream.describe(max(offset - before, 0))
+        source, address = self.places(first_row)[row]
+        rows = self.rows[source]
+        return rows.stream.describe(rows.offset(address, label, before))
 
     def __getitem__(self, first_row: int) -> Batch:
         shape = (self.micro_batch_size, self.seq_len)

@@ -214,8 +214,8 @@ class MixtureData(TokenDataModule):
         for part in self._parts.values():
             if isinstance(part, TextData):
                 part.prepare_shards()
-        if any(part.packing == "best_fit" for part in self._parts.values()):
-            self._pack(self._opened())
+        if any(part.row_plan for part in self._parts.values()):
+            self._plan_rows(self._opened())
 
     def setup(self, stage: str | None = None) -> None:
         """Open the sources and check that one tokenizer wrote all of them."""
@@ -424,7 +424,7 @@ class MixtureData(TokenDataModule):
         shares = self._mixture.segments()[0].weights
         parts = [
             f"{source.name} {shares.get(source.name, 0) / UNIT:.2%} ({len(source.streams['train']):,} tokens"
-            f"{source.packed_summary})"
+            f"{source.plan_summary})"
             for source in self.sources
         ]
         return f"Mixture: {', '.join(parts)}; each within {self._mixture.bound:.2f} rows of its share at any step"

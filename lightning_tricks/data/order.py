@@ -143,13 +143,14 @@ def _pair(given: Sequence[int]) -> tuple[int, int]:
 class Pass:
     """The rows of a source, each of which a pass over it (epoch) has once, in an order of its own.
 
-    Row r has the address `r * step + shift`, where the shift is another in [0, shifts) in each epoch.
+    In epoch e, row r has the address `r * step + shift + e * per_epoch`; the shift in [0, shifts) is drawn by epoch.
     """
 
     rows: int
     step: int
     shifts: int
     seed: int  # of the order
+    per_epoch: int = 0  # for rows that differ by epoch
 
 
 def windows(tokens: int, seq_len: int, seed: int) -> Pass:
@@ -211,5 +212,6 @@ class RowOrder:
 
 @lru_cache(maxsize=4096)
 def _epoch_numbers(rows: Pass, epoch: int) -> tuple[int, ...]:
-    """The keys of the rounds, and the shift."""
-    return (*_round_keys(derive_key(rows.seed, epoch)), derive_key(rows.seed, epoch, 1) % rows.shifts)
+    """The keys of the rounds, and the number to add to addresses."""
+    shift = derive_key(rows.seed, epoch, 1) % rows.shifts
+    return (*_round_keys(derive_key(rows.seed, epoch)), shift + epoch * rows.per_epoch)

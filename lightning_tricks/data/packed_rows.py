@@ -20,16 +20,15 @@ from lightning_tricks._core.quote import say
 from lightning_tricks.data import packing
 from lightning_tricks.data.batches import IGNORED
 from lightning_tricks.data.content import build_once
-from lightning_tricks.data.order import derive_key
+from lightning_tricks.data.order import Pass, derive_key
 from lightning_tricks.data.shards import TokenStream
 
 Packing = Literal["cut", "best_fit"]
 FORMAT_VERSION = 1  # part of the folder's name: raise it when the same input gives another plan
-_CHUNK = 1 << 22  # tokens in which the ends of documents are looked for at once
 
 
 class PackedRows:
-    """The rows of a pass over a stream, packed by best fit, see `SourceRows`. The plan is made if the cache has none.
+    """The rows of an epoch of a stream, packed by best fit, see `SourceRows`. The plan is made if the cache has none.
 
     Each token of the stream is a label in exactly one row. Its input is the token before it, or the end-of-text token
     where a document begins. A row is filled up with labels of -100 and inputs of the end-of-text token.
@@ -45,12 +44,16 @@ class PackedRows:
         fingerprint: of the stream and its documents.
 
     Raises:
-        UsageError: rows that are too long, a cache that cannot be written, a damaged plan.
+        UsageError: no end-of-text token, rows that are too long, a cache that cannot be written, a damaged plan.
     """
 
+    mark = "packed"  # in the fingerprint of the data
+
     def __init__(
-        self, cache_dir: Path, stream: TokenStream, eot_id: int, seq_len: int, seed: int, fingerprint: str
+        self, cache_dir: Path, stream: TokenStream, eot_id: int | None, seq_len: int, seed: int, fingerprint: str
     ) -> None:
+        if eot_id is None:
+            raise UsageError("packing=best_fit: documents end at the end-of-text token; give eot_id or tokenizer")
         if seq_len > packing.MAX_SEQ_LEN:
             raise UsageError(
                 f"packing=best_fit: seq_len={seq_len} is above {packing.MAX_SEQ_LEN}; lower it, or set cut"
@@ -67,12 +70,7 @@ class PackedRows:
         """Write the plan into an empty folder, block by block."""
         tokens, key = len(self.stream), derive_key(seed, -1)
         say(f"Packing {tokens:,} tokens into rows of {self.seq_len}", file=sys.stderr)
-        with (folder / "ends.bin").open("wb") as file:  # of documents, for which memory need not suffice
-            for start in range(0, tokens, _CHUNK):
-                ends = self.stream.document_ends(start, stop := min(start + _CHUNK, tokens), self.eot_id)
-                if stop == tokens and stop not in ends[-1:]:
-                    ends = np.append(ends, stop)
-                file.write(ends.astype("<i8").tobytes())
+        self.stream.write_document_ends(folder / "ends.bin", self.eot_id)
         ends = np.memmap(folder / "ends.bin", dtype="<i8", mode="r")
         blocks = packing.number_of_blocks(tokens, len(ends), self.seq_len)
         padding = max(int(packing.SLACK * tokens / blocks) - self.seq_len + 1, 0)
@@ -119,6 +117,10 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
+    def in_epochs(self, seed: int) -> Pass:
+        """These rows, in another order in each epoch."""
+        return Pass(len(self), 1, 1, seed)
+
     def _pieces_of(self, row: int) -> list[tuple[int, int, int, int]]:
         """Position in the row, offset of the first token, length, and 1 if it begins a document, of each piece."""
         found, at = [], 0
@@ -156,11 +158,11 @@ class PackedRows:
         begins[[at for at, *_ in self._pieces_of(address)]] = True
         return begins
 
-    def offset(self, address: int, label: int) -> int:
+    def offset(self, address: int, label: int, before: int = 0) -> int:
         """See `SourceRows`."""
         pieces = self._pieces_of(address)
         at, start, length, _ = pieces[bisect_right(pieces, label, key=lambda piece: piece[0]) - 1]
-        return start + min(label - at, length - 1)
+        return max(start + min(label - at, length - 1) - before, 0)
 
     def summary(self) -> str:
         """Shares of padding and of documents that are cut, for the line on the data."""

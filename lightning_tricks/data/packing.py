@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_tricks.data.order import permute
+from lightning_tricks.data.shards import extents
 
 BLOCK_TOKENS = 1 << 24
 SLACK = 0.005  # padding, as a share of the tokens
@@ -67,9 +68,7 @@ def documents_of_block(
         key: of the order of the documents, see `derive_key`.
     """
     bounds = [len(ends) * number // blocks for number in (block, block + 1)]
-    chosen = permute(np.arange(*bounds), len(ends), key)
-    starts = np.where(chosen > 0, ends[chosen - 1], 0).astype(np.int64)
-    return starts, ends[chosen].astype(np.int64) - starts
+    return extents(ends, permute(np.arange(*bounds), len(ends), key))
 
 
 def plan_block(starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int, padding: int) -> Block:

@@ -173,6 +173,17 @@ class ByteCorrections:
 _CHUNK = 1 << 22  # tokens compared at once in a scan
 
 
+def extents(ends: NDArray[np.integer], documents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offset of the first token, and number of tokens, of documents by their number, (n,) both.
+
+    Args:
+        ends: offset after the last token of each document of a stream, ascending; it may be a mapped file.
+        documents: (n,) their numbers.
+    """
+    starts = np.where(documents > 0, ends[documents - 1], 0).astype(np.int64)
+    return starts, ends[documents].astype(np.int64) - starts
+
+
 class TokenStream:
     """The tokens of several shards, in the order of `sources`; see `open_parts` for their formats and errors.
 
@@ -256,6 +267,15 @@ class TokenStream:
             assert ends is not None
             found.append(ends + before)
         return np.concatenate(found)
+
+    def write_document_ends(self, path: Path, eot_id: int | None) -> None:
+        """Write all of `document_ends`, and the end of the stream, as 8-byte integers; memory need not hold them."""
+        with path.open("wb") as file:
+            for start in range(0, len(self), _CHUNK):
+                ends = self.document_ends(start, stop := min(start + _CHUNK, len(self)), eot_id)
+                if stop == len(self) and stop not in ends[-1:]:
+                    ends = np.append(ends, stop)
+                file.write(ends.astype("<i8").tobytes())
 
     def place(self, offset: int) -> tuple[File, int]:
         """The shard that holds `offset`, and the token's index in it."""

@@ -25,6 +25,7 @@ from lightning_tricks.data.content import build_once
 from lightning_tricks.data.corpus import Corpus, hugging_face, standard_library, text_files
 from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.shards import ByteCorrections, TokenStream
+from lightning_tricks.data.shuffled_documents import Shuffle
 from lightning_tricks.data.tokenize_corpus import (
     FORMAT_VERSION,
     TokenizedCorpus,
@@ -112,6 +113,8 @@ class TextData(TokenDataModule):
         skip_samples: training rows to pass over, as [first, last] sample positions, such as StepGuard names them.
         packing: `cut` cuts the training documents, one after the other, every `seq_len` tokens; `best_fit` plans rows
             in which no document is cut that fits a row, but for a few, with at most 0.5 % padding.
+        shuffle: `rows` gives each epoch an order of the rows; `documents` also an order of the documents before they
+            are cut into rows, so that a document has other neighbours in each epoch.
 
     Raises:
         UsageError: bad options, text that cannot be read, a cache that cannot be written.
@@ -133,8 +136,9 @@ class TextData(TokenDataModule):
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
         packing: Packing = "cut",
+        shuffle: Shuffle = "rows",
     ) -> None:
-        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
+        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples, packing, shuffle)
         if files is not None and hf_dataset is not None:
             raise UsageError(f"files={files!r} and hf_dataset={hf_dataset!r}: give one of them")
         if not 0 < val_fraction < 1:
@@ -146,7 +150,6 @@ class TextData(TokenDataModule):
         if self.files == []:
             raise UsageError("files=[]: name at least one, or leave it out for the standard library")
         self.hf_dataset, self.text_field, self.val_fraction = hf_dataset, text_field, val_fraction
-        self.packing = packing
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._given_tokenizer, self._tokenizer_name = open_tokenizer(tokenizer)
         self._vocab_size_to_learn = vocab_size
@@ -246,10 +249,10 @@ class TextData(TokenDataModule):
         return TokenizedCorpus(self.corpus, self.folder, *settings).build(rank, world)
 
     def prepare_data(self) -> None:
-        """Tokenize into the cache, and plan packed rows, unless that has been done."""
+        """Tokenize into the cache, and plan rows where asked for, unless that has been done."""
         self.prepare_shards()
-        if self.packing == "best_fit":
-            self._pack([self.open_source()])
+        if self.row_plan is not None:
+            self._plan_rows([self.open_source()])
 
     def open_source(self) -> Source:
         """Map the shards into memory and check that they fit the tokenizer, which is the given one from now on."""
@@ -269,7 +272,7 @@ class TextData(TokenDataModule):
         self.vocab_size, self.eot_id = self.meta["vocab_size"], end_of_text(tokenizer)
         name = self._tokenizer_name or f"BPE of {self.vocab_size} tokens learned from {self.meta['source']}"
         self._given_tokenizer, self._tokenizer_name = tokenizer, name
-        return Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed, packing=self.packing)
+        return Source(streams, self.folder.name, byte_corrections=corrections, seed=self.seed, row_plan=self.row_plan)
 
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check them."""
@@ -299,5 +302,5 @@ class TextData(TokenDataModule):
             f"{self.corpus.description}: {train['documents'] + val['documents']:,} documents, "
             f"{(train['bytes'] + val['bytes']) / 1e6:.2f} MB; {train['tokens']:,} training and {val['tokens']:,} "
             f"validation tokens, {train['bytes'] / train['tokens']:.2f} bytes a token"
-            f"{self.sources[0].packed_summary}; {self.folder}"
+            f"{self.sources[0].plan_summary}; {self.folder}"
         )

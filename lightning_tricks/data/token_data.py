@@ -17,6 +17,7 @@ from lightning_tricks.data.base import Source, TokenDataModule, TokenIdCheck
 from lightning_tricks.data.packed_rows import Packing
 from lightning_tricks.data.remote import BlockCache, file_size, find_remote
 from lightning_tricks.data.shards import ByteCorrections, TokenStream, fingerprint
+from lightning_tricks.data.shuffled_documents import Shuffle
 from lightning_tricks.data.token_formats import File, ShardFormat, TokenDtype
 from lightning_tricks.data.tokenizer import end_of_text, open_tokenizer, tokenizer_sha256, vocabulary_size
 
@@ -48,9 +49,12 @@ class TokenData(TokenDataModule):
         packing: `cut` cuts the training tokens every `seq_len`; `best_fit` plans rows in which no document is cut that
             fits a row, but for a few, with at most 0.5 % padding. It needs the end-of-text token.
         token_dtype: of ids whose files do not say it: `olmo`, MDS's `bytes`, and a `nanogpt` that is not uint16.
-        cache_dir: folder for that plan, and for blocks of remote files; None means $XDG_CACHE_HOME/lightning_tricks or
-            ~/.cache/lightning_tricks.
+        cache_dir: folder for a plan of rows, and for blocks of remote files; None means
+            $XDG_CACHE_HOME/lightning_tricks or ~/.cache/lightning_tricks.
         cache_gib: bound of the size of these blocks; the least recently read are dropped.
+        shuffle: `rows` gives each epoch an order of the rows; `documents` also an order of the documents before they
+            are cut into rows, so that a document has other neighbours in each epoch. It needs the end-of-text token, or
+            files with an index of their documents.
 
     Raises:
         UsageError: bad options, no such shard, a shard that is cut or not what its header or index says, a bucket that
@@ -75,9 +79,10 @@ class TokenData(TokenDataModule):
         token_dtype: TokenDtype | None = None,
         cache_dir: str | None = None,
         cache_gib: float = 64,
+        shuffle: Shuffle = "rows",
     ) -> None:
-        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples)
-        self.train, self.val, self.packing = train, val, packing
+        super().__init__(seq_len, micro_batch_size, num_workers, seed, document_ids, skip_samples, packing, shuffle)
+        self.train, self.val = train, val
         self.shard_format, self.token_dtype = shard_format, token_dtype
         check_choice("shard_format", shard_format, ShardFormat)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
@@ -97,9 +102,9 @@ class TokenData(TokenDataModule):
             _find("val", self.val, self._cache)
 
     def prepare_data(self) -> None:
-        """Plan packed rows, unless that has been done."""
-        if self.packing == "best_fit":
-            self._pack([self.open_source()])
+        """Plan rows where asked for, unless that has been done."""
+        if self.row_plan is not None:
+            self._plan_rows([self.open_source()])
 
     def open_source(self) -> Source:
         """Map the shards into memory."""
@@ -108,7 +113,7 @@ class TokenData(TokenDataModule):
         names = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
         content = fingerprint([path for stream in streams.values() for path in stream.paths])
         corrections = None if self.val is None else _byte_corrections(streams["val"].paths)
-        return Source(streams, names, content, corrections, seed=self.seed, packing=self.packing)
+        return Source(streams, names, content, corrections, seed=self.seed, row_plan=self.row_plan)
 
     def setup(self, stage: str | None = None) -> None:
         """Map the shards into memory and check them."""

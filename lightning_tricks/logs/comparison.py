@@ -35,7 +35,7 @@ _FULL = 0.99  # of a run's steps: below that, its schedule had not ended
 _PAIRS = 3  # seeds in common from which on differences are taken seed by seed
 _TOKENIZERS = ("vocab_size", "tokenizer", "tokenizer_file")  # ends of settings that decide what a token is
 # which the validation rows do not follow
-_ROWS_OF_TRAINING = ("data.micro_batch_size", "data.skip_samples", "data.packing")
+_ROWS_OF_TRAINING = ("data.micro_batch_size", "data.skip_samples", "data.packing", "data.shuffle")
 
 Verdict = Literal["better", "worse", "no difference", "not known"]
 

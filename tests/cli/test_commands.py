@@ -37,7 +37,7 @@ def test_the_recipes_are_lines_or_json(capsys):
     recipes = json.loads(capsys.readouterr().out)
     assert [line.split(maxsplit=1) for line in lines] == [[each["name"], each["title"]] for each in recipes]
     names = [each["name"] for each in recipes]
-    assert names[:5] == ["tiny", "small", "moe_tiny", "gpt2_124m", "llama1b"], "by size"
+    assert names[:6] == ["tiny", "small", "moe_tiny", "gpt2_124m", "speedrun_124m", "llama1b"], "by size"
     assert names[-1] == "moe_671b"
     assert names.index("llama7b_deepspeed") < names.index("mixtral_8x7b") < names.index("llama70b")
 

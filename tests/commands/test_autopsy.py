@@ -367,5 +367,5 @@ def test_documents_of_packed_rows_are_their_pieces_without_what_fills_a_row_up(t
     assert sorted(token for document in documents for token in document.ids.tolist()) == sorted(ids.tolist())
     for document in documents:
         assert document.ids.tolist() == ids[document.token : document.token + document.tokens].tolist()
-    pieces = data.sources[0].packed.meta["pieces"]
+    pieces = data.sources[0].planned.meta["pieces"]
     assert len(documents) == pieces

@@ -52,7 +52,7 @@ def mixture(files: Path, changed: bool, **options: Any) -> MixtureData:
     given = [
         MixtureSource(
             TokenData(str(files / place), eot_id=0, packing="best_fit" if name == "code" else "cut",
-                      cache_dir=str(files / "cache")),
+                      shuffle="documents" if name == "books" else "rows", cache_dir=str(files / "cache")),
             weights[name], name, 6 if name == "books" else None,
         )
         for name, place in places.items()

@@ -56,9 +56,9 @@ def test_text_data_packs_the_documents_of_its_text_and_its_line_says_so(story, t
     assert "Packing" in capsys.readouterr().err
     data.setup()
     assert capsys.readouterr().err == ""  # the plan is there
-    assert f"a token; {data.sources[0].packed.summary()}; {data.folder}" in data.data_summary()
+    assert f"a token; {data.sources[0].planned.summary()}; {data.folder}" in data.data_summary()
     stream, rows = data.streams["train"], data.training_rows()
-    labels = torch.cat([rows[number]["labels"] for number in range(len(data.sources[0].packed))]).flatten().tolist()
+    labels = torch.cat([rows[number]["labels"] for number in range(len(data.sources[0].planned))]).flatten().tolist()
     assert Counter(label for label in labels if label != -100) == Counter(stream.read(0, len(stream)).tolist())
     assert next(iter(data.train_dataloader()))["input_ids"].shape == (4, 96)
     assert "packed" not in set_up(TextData(str(story), **options)).data_summary()
@@ -138,7 +138,7 @@ def test_workers_give_the_same_batches(tmp_path, tokens):
 def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path, tokens):
     with pytest.raises(UsageError, match=r"^packing=best_fit: .*; give eot_id or tokenizer$"):
         packed(tmp_path, eot_id=None).prepare_data()
-    with pytest.raises(UsageError, match=r"^packing='bestfit': give cut or best_fit$"):
+    with pytest.raises(UsageError, match=r"^packing='bestfit': give one of cut, best_fit$"):
         packed(tmp_path, packing="bestfit").setup()
     with pytest.raises(UsageError, match=r"^seq_len=4000: the training data has 3000 tokens"):
         packed(tmp_path, seq_len=4000).prepare_data()
@@ -168,10 +168,10 @@ def test_a_mixture_takes_packed_rows_of_one_source_beside_windows_of_another(tmp
     data.prepare_data()
     data.setup()
     assert "packed by best fit" in data.data_summary()
-    batches = [data.training_rows()[number] for number in range(2 * len(data.sources[0].packed))]
+    batches = [data.training_rows()[number] for number in range(2 * len(data.sources[0].planned))]
     labels = [batch["labels"] for batch in batches if batch["source"] == 0]
     found = Counter(torch.cat(labels).flatten().tolist())
-    assert len(labels) == len(data.sources[0].packed)
+    assert len(labels) == len(data.sources[0].planned)
     assert found[-100] == T * len(labels) - len(tokens)
     assert {token: count for token, count in found.items() if token != -100} == Counter(tokens.tolist())
     assert all((batch["labels"] >= 3100).all() for batch in batches if batch["source"] == 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.data import ShardWriter, packed_rows, packing
+from lightning_tricks.data import ShardWriter, packing, shards
 from lightning_tricks.data.packed_rows import PackedRows
 from lightning_tricks.data.shards import TokenStream
 
@@ -170,7 +170,7 @@ def test_a_row_that_does_not_fit_is_refused(tmp_path, piece):
 def test_ends_are_found_over_the_borders_of_what_is_searched_at_once(tmp_path, monkeypatch):
     stream = write(tmp_path, documents())
     at_once = pack(tmp_path / "one", stream)
-    monkeypatch.setattr(packed_rows, "_CHUNK", 7)
+    monkeypatch.setattr(shards, "_CHUNK", 7)
     assert all_rows(pack(tmp_path / "two", stream)) == all_rows(at_once)
 
 

@@ -334,8 +334,10 @@ def data_of(row: dict[str, Any], tokens: Path, as_ranks: bool) -> dict[str, Any]
         sizes = {"seq_len": LENGTH, "micro_batch_size": ROWS}
         if row["rows"] != "mixture":
             return {"datamodule": TokenData(**options, packing=row["rows"], **sizes)}
-        weights = {"cut": 2.0, "best_fit": 1.0}
-        sources = [MixtureSource(TokenData(**options, packing=kind), weights[kind], kind) for kind in weights]
+        kinds: dict[str, dict[str, Any]] = {
+            "cut": {}, "best_fit": {"packing": "best_fit"}, "documents": {"shuffle": "documents"},
+        }  # fmt: skip
+        sources = [MixtureSource(TokenData(**options, **kind), 1.0 + (not kind), name) for name, kind in kinds.items()]
         return {"datamodule": MixtureData(sources, **sizes)}
     generator = torch.Generator().manual_seed(5)
     # an epoch of 16 micro-batches, or of 15: the last window of two is short
