@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.logs.intervals import pooled_spread
+from lightning_tricks.logs.intervals import pooled_spread, student_t
 
 LEAST_RUNGS = 4
 LEAST_SPAN = 10.0  # compute of the largest rung over that of the smallest
@@ -313,7 +313,7 @@ class _Points:
     def shows_floor(self) -> bool:
         """Whether log loss over log compute is convex beyond its noise."""
         found, covariance, _, df = self.polynomial(2)
-        return bool(found[0] > t95(df) * math.sqrt(covariance[0, 0]))
+        return bool(found[0] > student_t(_ENDS[1], df) * math.sqrt(covariance[0, 0]))
 
     def fitted(self, target: float, has_floor: bool) -> float:
         """The loss at a log compute by least squares of the log loss."""
@@ -388,7 +388,7 @@ class _Points:
         """Of the loss of one run at a log compute, by a polynomial in log-log."""
         found, covariance, variance, df = self.polynomial(degree)
         terms = np.vander([target], degree + 1)[0]
-        half = t95(df) * math.sqrt(terms @ covariance @ terms + variance)
+        half = student_t(_ENDS[1], df) * math.sqrt(terms @ covariance @ terms + variance)
         return math.exp(terms @ found - half), math.exp(terms @ found + half)
 
     def local_slope(self, place: float) -> tuple[float, float, int]:
@@ -396,16 +396,6 @@ class _Points:
         first = int(np.argsort(np.abs(self.x - place))[:_LOCAL].min())
         found, covariance, _, df = self.polynomial(1, slice(first, first + _LOCAL))
         return -float(found[0]), math.sqrt(covariance[0, 0]), df
-
-
-def t95(df: float) -> float:
-    """Quantile 0.95 of Student's t, within 0.3 % from three degrees of freedom on; scipy is an extra.
-
-    Source: the series in 1 / df of Abramowitz and Stegun, 26.7.5.
-    """
-    z = 1.6448536269514722
-    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / df**power for power, term in enumerate(terms, start=1))
 
 
 def _check(flops: float, losses: Sequence[float]) -> None:
