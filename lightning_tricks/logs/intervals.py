@@ -10,8 +10,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from lightning_tricks._core.errors import PIP_EXTRA, UsageError
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -39,17 +37,18 @@ def student_t(probability: float, df: float) -> float:
     Args:
         probability: at least 0.5 and below 1.
         df: degrees of freedom, at least 1, of any fraction; infinite for the normal distribution.
-
-    Raises:
-        UsageError: scipy is not installed.
     """
+    normal = NormalDist().inv_cdf(probability)
     if math.isinf(df):
-        return NormalDist().inv_cdf(probability)
-    try:
-        from scipy.special import stdtrit  # what scipy.stats calls, without the time to load that
-    except ImportError:
-        raise UsageError(f"compare: intervals need scipy: {PIP_EXTRA.format('compare')}") from None
-    return float(stdtrit(df, probability))
+        return normal
+    # t is sqrt(df) * tan(angle), and the density of the angle is cos(angle) ** (df - 1) over its integral
+    half = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2))
+    places, weights = np.polynomial.legendre.leggauss(64)
+    angle = math.atan(normal / math.sqrt(df))
+    for _ in range(40):  # Newton's steps rise to the quantile: the normal's is below it, and the density falls
+        below = angle / 2 * float(weights @ np.cos(angle / 2 * (places + 1)) ** (df - 1))
+        angle += ((2 * probability - 1) * half - below) / math.cos(angle) ** (df - 1)
+    return math.sqrt(df) * math.tan(angle)
 
 
 def welch(first: Sequence[float], second: Sequence[float], level: float) -> Interval:

@@ -239,6 +239,12 @@ def test_compare_trials(tmp_path, monkeypatch, numbers):
     assert row["lines"][0].startswith("no difference that these seeds can show")
 
 
+def test_ladder_laws(tmp_path, capsys):
+    assert module("ladder_laws").main(["--draws", "2", "--out", str(tmp_path / "out.json")]) == 0
+    assert "\n| the law holds | 10x | " in capsys.readouterr().out
+    assert {row["refused"] for row in read(tmp_path / "out.json")["forecasts"]} <= {0, 0.5, 1}
+
+
 def test_plan_foreign(tmp_path, capsys):
     assert module("plan_foreign").main(["torch recommender", "--out", str(tmp_path / "out.json")]) == 0
     assert "1 of 1: a figure within 15%, or a line" in capsys.readouterr().out

@@ -1,8 +1,10 @@
 """The committed measurements bear out what the pages say of them."""
 
 import itertools
+import json
 
 import pytest
+from fill import newest as newest_file
 from fill import result_of
 from fill_optimizers import misses
 from fill_precision import TITLES
@@ -10,6 +12,7 @@ from fill_precision import TITLES
 from benchmarks import foreign, lightning_suite, mup_transfer, precision, strategies
 from benchmarks.foreign_models import MODELS
 from benchmarks.formats import formats
+from benchmarks.ladder_laws import FEW
 from benchmarks.optimizer_rows import ROWS as OPTIMIZERS
 from benchmarks.strategy_rows import BATCH, LENGTH, ROWS, TRIALS
 
@@ -146,3 +149,14 @@ def test_compare_sees_a_learning_rate_three_times_as_high_and_rarely_a_differenc
     assert lines["lr 0.001 and x 3, one run each"].endswith("(one seed each: no statement of significance)")
     for row in result["false_positives"]:
         assert row["shown"] <= 0.05 * row["ways"]
+
+
+def test_intervals_of_forecasts_from_ladders_hold_the_loss_and_sound_ladders_are_rarely_refused():
+    result = json.loads(newest_file("ladder-laws").read_text(encoding="utf-8"))
+    rows = {(row["ladder"], row["distance"]): row for row in result["forecasts"]}
+    assert all(rows["the law holds", distance]["refused"] <= 0.15 for distance in (4, 10))
+    known_misses = [("noise of 1 %", 4), ("noise of 1 %", 10)]
+    for key, row in rows.items():
+        assert row["answered"] < FEW or row["coverage"] >= 0.88 or key in known_misses, key
+    for row in result["speedups"]:  # of equal recipes the ones not refused are those that seeds have made different
+        assert row["coverage" if row["difference"] else "coverage_with_refused"] >= 0.88, row

@@ -9,11 +9,10 @@ import pytest
 from made_logs import run_in
 
 from lightning_tricks import __main__ as door
-from lightning_tricks._core.errors import UsageError
 from lightning_tricks.commands.compare import axis_shown, draw_in_terminal, page, run_curves, text, verdicts
 from lightning_tricks.logs.compared_run import outcome_of, read_runs
 from lightning_tricks.logs.comparison import compare_runs
-from lightning_tricks.logs.intervals import paired, pooled_spread, welch, with_spread
+from lightning_tricks.logs.intervals import paired, pooled_spread, student_t, welch, with_spread
 from lightning_tricks.logs.page import plot
 
 # ---- made-up runs
@@ -63,12 +62,16 @@ def seeds_of(folder, kind, ends, **settings):
 # ---- statistics
 
 
-def test_without_scipy_an_interval_is_refused_and_single_runs_are_described(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.special", None)
+@pytest.mark.parametrize("df", [1, 1.3, 2, 4.5, 30, 1e4])
+@pytest.mark.parametrize("probability", [0.5, 0.6, 0.95, 0.975, 0.999])
+def test_quantiles_are_those_of_scipy(probability, df):
+    stdtrit = pytest.importorskip("scipy.special").stdtrit
+    assert student_t(probability, df) == pytest.approx(float(stdtrit(df, probability)), rel=1e-8, abs=1e-12)
+
+
+def test_a_single_run_is_compared_by_a_noise_that_is_given(tmp_path):
     for kind in "ab":
         seeds_of(tmp_path, kind, [3.0, 3.1], lr={"a": 1e-3, "b": 3e-3}[kind])
-    with pytest.raises(UsageError, match=r"need scipy: pip install -e '.\[compare\]' in the clone"):
-        compared(tmp_path / "a", tmp_path / "b")
     single = compared(tmp_path / "a" / "seed_0", tmp_path / "b" / "seed_1", seed_noise=0.1)
     assert single.verdict(1) == "no difference"
 
