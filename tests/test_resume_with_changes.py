@@ -87,6 +87,7 @@ HERE = {
     "`max_seq_len`, `rope_theta`": Refused(
         shape(max_seq_len=32), "16, the recipe's 32: give the decoder max_seq_len=16"
     ),
+    "`logit_softcap`": Refused(shape(logit_softcap=15.0), "has logit_softcap=None, the recipe's 15.0"),
     "`init_std`, `zero_init_outputs`": GoesOn(shape(init_std=0.5)),
     "`activation_checkpointing`": GoesOn({"activation_checkpointing": {"budget": 0.3}}),
     # devices

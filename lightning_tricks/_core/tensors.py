@@ -65,6 +65,11 @@ def sharded_like(tensor: Tensor, shard: Tensor) -> Tensor:
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
+def blended(weight: Tensor, average: Tensor, blend: float) -> Tensor:
+    """(1 - blend) * weight + blend * average, in the dtype of the average; which it is where `blend` is 1."""
+    return average if blend == 1 else weight.to(average.dtype).lerp(average, blend)
+
+
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """The dense tensors in any nesting of mappings, sequences and objects with attributes."""
     return (tensor for _, tensor in named_tensors_in(batch))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
+from lightning_tricks._core.tensors import blended
 from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import no_weights, verify_checkpoint
 from lightning_tricks.checkpoints.folder_metadata import read_metadata
@@ -29,6 +30,7 @@ from lightning_tricks.checkpoints.hf_folder import (
 )
 from lightning_tricks.checkpoints.open_checkpoint import (
     AVERAGES,
+    BLEND,
     MEAN,
     WEIGHTS,
     WITHOUT_OPTIMIZERS,
@@ -239,11 +241,12 @@ def stream_weights(path: str | Path, average: str | None = None) -> StreamedWeig
 def _of_file(path: Path, checkpoint: dict[str, Any], average: str | None) -> StreamedWeights:
     check_content(checkpoint, path)
     weights = {clean_name(name): value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
-    means = {} if average is None else average_entry(checkpoint, average, path)["weights"][MEAN]
+    entry = {} if average is None else average_entry(checkpoint, average, path)
+    means, blend = entry.get("weights", {}).get(MEAN, {}), entry.get(BLEND, 1.0)
 
     def read(name: str) -> Tensor:
         raw = weights[name]
-        return means[name].to(raw.dtype) if name in means else raw
+        return blended(raw, means[name], blend).to(raw.dtype) if name in means else raw
 
     heavy = {"state_dict", "optimizer_states", AVERAGES}
     rest = {key: value for key, value in checkpoint.items() if key not in heavy}
@@ -263,16 +266,25 @@ def _of_folder(folder: Path, rest: dict[str, Any], average: str | None) -> Strea
     if not weights:
         raise no_weights(folder)
     averages = tuple(dict.fromkeys(str(path[1]) for path in keys if path[0] == AVERAGES))
-    chosen = dict(weights)  # the key of each weight or of its average
+    means: dict[str, str] = {}  # keys
+    blend = 1.0
     if average is not None:
         average_entry({AVERAGES: {name: {} for name in averages}}, average, folder)
         of_average = (AVERAGES, average, "weights", MEAN)
-        chosen |= {str(path[4]): key for path, key in keys.items() if path[:4] == of_average and path[4] in weights}
+        means = {str(path[4]): key for path, key in keys.items() if path[:4] == of_average and path[4] in weights}
+        if key := keys.get((AVERAGES, average, BLEND)):
+            blend = read_entries(folder, metadata, {key: None})[key]
+
+    def read_one(key: str) -> Tensor:
+        empty = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
+        return read_entries(folder, metadata, {key: empty})[key]
 
     def read(name: str) -> Tensor:
-        key = chosen[name]
-        empty = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
-        return read_entries(folder, metadata, {key: empty})[key].to(entries[weights[name]].properties.dtype)
+        key = weights[name]
+        if name not in means:
+            return read_one(key)
+        average = read_one(means[name])
+        return (average if blend == 1 else blended(read_one(key), average, blend)).to(entries[key].properties.dtype)
 
     shapes = {name: (tuple(entries[key].size), entries[key].properties.dtype) for name, key in weights.items()}
     return StreamedWeights(folder, rest, shapes, read, averages)

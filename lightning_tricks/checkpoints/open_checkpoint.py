@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
 from lightning_tricks._core.foreign_files import inside
+from lightning_tricks._core.tensors import blended
 from lightning_tricks.checkpoints.bucket import local_copy
 from lightning_tricks.checkpoints.check_checkpoint import TRAINER_STATE, check_bytes, check_checkpoint, no_weights
 from lightning_tricks.checkpoints.folder_metadata import SafePlanner, SafeReader, read_metadata
@@ -37,8 +38,9 @@ WITHOUT_OPTIMIZERS: tuple[Part, ...] = ("weights", "averages")
 WEIGHTS: tuple[Part, ...] = ("weights",)
 KeyPath = tuple[str | int, ...]
 # `checkpoint[AVERAGES][name]["weights"]` holds tensors by the kind of average and by the parameter's name, such as
-# `["mean"]["decoder.head.weight"]`. MEAN takes the weights' place; others are what a resume needs.
-AVERAGES, MEAN = "averages", "mean"
+# `["mean"]["decoder.head.weight"]`. MEAN takes the weights' place, as `checkpoint[AVERAGES][name]["blend"]` says, see
+# `blended`; others are what a resume needs.
+AVERAGES, MEAN, BLEND = "averages", "mean", "blend"
 # Makes the tensor to read into, given its path in the checkpoint and torch's description of it: size, type, chunks.
 AllocateTensor = Callable[[KeyPath, TensorStorageMetadata], Tensor | None]
 # Errors of torch's unpickler, besides UnpicklingError, on bytes that torch.save did not write.
@@ -275,7 +277,8 @@ def size_of_folder(folder: Path) -> int:
 def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[str, Any]:
     """A checkpoint in whose `state_dict` an average has taken the place of the weights that were trained.
 
-    A weight that is not averaged, because it was not trained, stays as it is. The average has the dtype of the weight.
+    It is blended with them as the checkpoint says. A weight that is not averaged, because it was not trained, stays as
+    it is. The average has the dtype of the weight.
 
     Args:
         checkpoint: with all of its tensors, whole or in shards.
@@ -285,9 +288,10 @@ def with_average(checkpoint: Mapping[str, Any], name: str, path: Any) -> dict[st
     Raises:
         UsageError: the checkpoint has no such average.
     """
-    means = average_entry(checkpoint, name, path)["weights"][MEAN]
+    entry = average_entry(checkpoint, name, path)
+    means, blend = entry["weights"][MEAN], entry.get(BLEND, 1.0)
     state_dict = {
-        key: means[clean_name(key)].to(value.dtype) if clean_name(key) in means else value
+        key: blended(value, means[clean_name(key)], blend).to(value.dtype) if clean_name(key) in means else value
         for key, value in checkpoint["state_dict"].items()
     }
     return {**checkpoint, "state_dict": state_dict}

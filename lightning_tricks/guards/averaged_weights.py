@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import clean_name
-from lightning_tricks._core.tensors import local, sharded_like
+from lightning_tricks._core.tensors import blended, local, sharded_like
 from lightning_tricks.parallel.shard import drop_gathered
 
 _RUNNING_STATISTICS = ("running_mean", "running_var")  # of batch norm: they belong to the weights
@@ -140,16 +140,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class Swap:
     """Writes an average into the memory of the weights, and the weights back, to the bit.
 
-    Where both have one dtype, the two exchange their contents, and no third copy is made. bf16 weights are copied for
-    as long as the average is in place.
+    Where both have one dtype, the two exchange their contents, and no third copy is made. bf16 weights, and those that
+    are blended with their average, are copied for as long as something else is in their place.
 
     Args:
         weights: what is averaged.
         average: of them.
+        blend: see `blended`.
     """
 
-    def __init__(self, weights: AveragedWeights, average: Sequence[Tensor]) -> None:
-        self._owner, self._average = weights, average
+    def __init__(self, weights: AveragedWeights, average: Sequence[Tensor], blend: float = 1.0) -> None:
+        self._owner, self._average, self._blend = weights, average, blend
         self._weights: list[Tensor] = []
         self._copies: list[Tensor] = []  # of the weights
         self._exchanged = 0  # number of weights that have changed places with their average
@@ -159,7 +160,8 @@ class Swap:
         """Put the average in place."""
         drop_gathered(self._owner.module)
         self._weights = [values(tensor) for tensor in self._owner.tensors]
-        if all(one.dtype == other.dtype for one, other in zip(self._weights, self._average, strict=True)):
+        same_dtype = all(one.dtype == other.dtype for one, other in zip(self._weights, self._average, strict=True))
+        if same_dtype and self._blend == 1:
             for index in range(self._exchanged, len(self._average)):
                 _exchange(self._weights[index], self._average[index])
                 self._exchanged += 1
@@ -167,7 +169,7 @@ class Swap:
         with torch.inference_mode(False):  # the copies outlive a validation that ends with an exception
             self._copies = [weight.clone() for weight in self._weights]
         for weight, mean in zip(self._weights, self._average, strict=True):
-            weight.copy_(mean)
+            weight.copy_(blended(weight, mean, self._blend))
 
     @torch.no_grad()
     def leave(self) -> None:

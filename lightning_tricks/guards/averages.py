@@ -13,7 +13,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._trainer.lightning import Module, Trainer, only_warn, pl, rank_zero_info, rank_zero_warn
 from lightning_tricks._trainer.refusals import DDP_OR_FSDP2, NOT_OURS, Refusal
 from lightning_tricks._trainer.saves import around_saves
-from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, MEAN
+from lightning_tricks.checkpoints.open_checkpoint import AVERAGES, BLEND, MEAN
 from lightning_tricks.guards.averaged_weights import AveragedWeights, Swap
 from lightning_tricks.parallel.shard import drop_gathered
 
@@ -36,8 +36,10 @@ class WeightAverage(pl.Callback):
 
     NAME: ClassVar[str]
 
-    def __init__(self, validate: bool) -> None:
-        self.validate = validate
+    def __init__(self, validate: bool, blend: float) -> None:
+        if not 0 < blend <= 1:
+            raise UsageError(f"{type(self).__name__}: blend={blend}: give a share of the average above 0, at most 1")
+        self.validate, self.blend = validate, blend
         self._swapped = ExitStack()
         self._trainer: Any = None
         self._reset()
@@ -126,7 +128,8 @@ class WeightAverage(pl.Callback):
 
     def _summary(self) -> str:
         assert self.weights is not None
-        used = "validation, test and predict take it in place of the weights" if self.validate else "it is only saved"
+        taken = "it" if self.blend == 1 else f"{self.blend:g} of it and {1 - self.blend:g} of the weights"
+        used = f"validation, test and predict take {taken}" if self.validate else "it is only saved"
         return (
             f"{type(self).__name__}: averages {len(self.weights.tensors):,} weights, in {len(self.terms)} x "
             f"{self.weights.nbytes / 2**30:.3f} GiB a process; {used}"
@@ -202,6 +205,7 @@ class WeightAverage(pl.Callback):
         checkpoint.setdefault(AVERAGES, {})[self.NAME] = {
             "weights": {term: self.weights.by_name(average) for term, average in self.terms.items()},
             "progress": self.progress(),
+            BLEND: self.blend,
         }
 
     # ---- in the place of the weights
@@ -217,8 +221,8 @@ class WeightAverage(pl.Callback):
 
     @contextmanager
     def _in_place(self, trainer: Any, weights: AveragedWeights) -> Iterator[None]:
-        """Have the average in the place of the weights, except while a checkpoint is saved."""
-        swap = Swap(weights, self.terms[MEAN])
+        """Have the average, as `blend` says, in the place of the weights, except while a checkpoint is saved."""
+        swap = Swap(weights, self.terms[MEAN], self.blend)
 
         @contextmanager
         def weights_back() -> Iterator[None]:
@@ -242,11 +246,11 @@ class WeightAverage(pl.Callback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Log which weights were validated or tested."""
+        """Log the share of the average in the weights that were validated or tested."""
         if not trainer.sanity_checking and self.validate:
             in_place = self.weights is not None and self.weights.module is pl_module
             stage = "test" if trainer.testing else "val"
-            pl_module.log(f"{stage}/{self.NAME}_share", 1.0 if in_place else 0.0, sync_dist=True)
+            pl_module.log(f"{stage}/{self.NAME}_share", self.blend if in_place else 0.0, sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -288,34 +292,40 @@ class EMA(WeightAverage):
     the average takes in the same weights once more, which does no harm.
 
     At the start of a validation the average and the weights change places, in the same memory, and at its end, or after
-    an exception, they change back. `val/ema_share` tells that the other metrics of this validation are of the average:
-    it is 1, and 0 where there was no average.
+    an exception, they change back. `val/ema_share` is the share of the average in the weights of this validation: 1, or
+    `blend`, and 0 where there was no average.
+
+    With `blend` below 1, validation, test, predict and readers of the average take (1 - blend) * weights + blend *
+    average of the same step. The average itself and a resume do not depend on it.
 
     Checkpoints hold the weights that are trained as `state_dict`, whenever they are saved, and the average beside them
-    as `averages`. A resumed run goes on with it to the bit, also in folders of shards and with another number of
-    processes. `generate --average ema`, `load_weights(..., average="ema")`, `InitFrom` and
-    `LanguageModel.load_from_checkpoint` take it in place of the weights. A checkpoint of weights alone lacks it.
+    as `averages`, with `blend`, which the readers below follow. A resumed run goes on with it to the bit, also in
+    folders of shards and with another number of processes. `generate --average ema`, `load_weights(...,
+    average="ema")`, `InitFrom` and `LanguageModel.load_from_checkpoint` take it in place of the weights. A checkpoint
+    of weights alone lacks it.
 
     Args:
         decay: share of the average that stays at each step. 0.999, as in Lightning's EMAWeightAveraging and in torch.
             An old step has lost half of its share after 0.69 / (1 - decay) steps.
         warmup: begin with a small decay, so that the first weights are soon forgotten, see `decay_at`.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
+        blend: share of the average in the weights that take their place, above 0. 1 is the average alone. The second
+            source has 0.6, with a decay of 1 - 1 / 150.
 
     Raises:
         UsageError: an option out of range; DeepSpeed, FSDP1 or Lightning's ModelParallelStrategy; two of them in one
             Trainer, or beside a TailAverage if both validate; at a resume, an average of other weights.
 
-    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046;
-        https://github.com/KellerJordan/modded-nanogpt/pull/325.
+    Source: Polyak and Juditsky 1992, https://doi.org/10.1137/0330046; record 46 of
+        https://github.com/KellerJordan/modded-nanogpt/blob/master/records/track_3_optimization/README.md.
     """
 
     NAME: ClassVar[str] = "ema"
 
-    def __init__(self, decay: float = 0.999, warmup: bool = True, validate: bool = True) -> None:
+    def __init__(self, decay: float = 0.999, warmup: bool = True, validate: bool = True, blend: float = 1.0) -> None:
         if not 0 < decay < 1:
             raise UsageError(f"EMA: decay={decay}: give a number between 0 and 1, such as 0.999")
-        super().__init__(validate)
+        super().__init__(validate, blend)
         self.decay, self.warmup = decay, warmup
         self._updates = 0  # of the average
 
@@ -369,6 +379,7 @@ class TailAverage(WeightAverage):
         horizon_steps: optimizer steps of a window, as `trainer.global_step` counts them; 500 is that of the source. For
             long runs about one percent of the steps.
         validate: whether validation, test and predict use the average; if not, it is kept and saved only.
+        blend: as in `EMA`.
 
     Raises:
         UsageError: an option out of range; otherwise see `EMA`.
@@ -379,10 +390,10 @@ class TailAverage(WeightAverage):
 
     NAME: ClassVar[str] = "tail_average"
 
-    def __init__(self, horizon_steps: int = 500, validate: bool = True) -> None:
+    def __init__(self, horizon_steps: int = 500, validate: bool = True, blend: float = 1.0) -> None:
         if horizon_steps < 1:
             raise UsageError(f"TailAverage: horizon_steps={horizon_steps}: give at least 1")
-        super().__init__(validate)
+        super().__init__(validate, blend)
         self.horizon_steps = horizon_steps
         self._taken = self._windows = 0  # weights in the running window, windows that have ended
         self._begun = self._end = 0  # steps at which the running window begins and ends; no end is known yet

@@ -24,7 +24,7 @@ from lightning_tricks.models.attention import (
 from lightning_tricks.models.decoder_config import DecoderConfig, Llama
 from lightning_tricks.models.documents import Mask, packed_documents
 from lightning_tricks.models.fused_linear import Fused, can_multiply_together, multiply
-from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy, softcapped
 from lightning_tricks.models.moe import Experts, Mixture, Router, count_in_backward
 from lightning_tricks.parallel.activation_checkpointing import checkpointed, mode_of
 from lightning_tricks.parallel.context import ContextParallel
@@ -136,7 +136,8 @@ class Head(nn.Linear):
     Tensor ranks may have parts of its vocabulary, see `vocabulary` in `parallel.tensor.plan_of`.
 
     Attributes:
-        compiled: whether the loss is compiled, where that pays; see `linear_cross_entropy`.
+        softcap: of the logits and of the loss, see `linear_cross_entropy`.
+        compiled: whether the loss is compiled, where that pays; see there.
         token_losses: a list to which each call with labels adds the loss of each label, (batch, length) fp32 nats, 0
             where it does not count.
     """
@@ -144,8 +145,9 @@ class Head(nn.Linear):
     compiled = False
     token_losses: list[Tensor] | None = None
 
-    def __init__(self, d_model: int, vocab_size: int) -> None:
+    def __init__(self, d_model: int, vocab_size: int, softcap: float | None = None) -> None:
         super().__init__(d_model, vocab_size, bias=False)
+        self.softcap = softcap
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits (batch, length, vocab_size) of features (batch, length, d_model), or the sum of the labels' nats.
@@ -155,12 +157,13 @@ class Head(nn.Linear):
         if labels is not None:
             each = None if self.token_losses is None else torch.empty(labels.numel(), device=labels.device)
             x, flat = features.flatten(0, 1), labels.flatten()
-            nats = linear_cross_entropy(x, self.weight, flat, compiled=self.compiled, each=each)
+            how: Any = {"compiled": self.compiled, "each": each, "softcap": self.softcap}
+            nats = linear_cross_entropy(x, self.weight, flat, **how)
             if each is not None and self.token_losses is not None:
                 self.token_losses.append(each.view(labels.shape))
             return nats
         weight, group, _ = local_rows(self.weight)
-        logits = F.linear(features, weight)
+        logits = softcapped(F.linear(features, weight), self.softcap)
         return logits if group is None else whole_logits(logits, self.weight)
 
 
@@ -198,7 +201,7 @@ class Decoder(nn.Module):
                 self.positions = RotaryPositions(config.head_dim, config.max_seq_len, config.rope_theta)
             self.blocks = nn.ModuleList(Block(config, base, number) for number in range(config.n_layers))
             self.norm = block_norm(config)
-            self.head = Head(config.d_model, config.vocab_size)
+            self.head = Head(config.d_model, config.vocab_size, config.logit_softcap)
         self._tie()
         if device.type != "meta":
             self.to_empty(device=device)

@@ -55,6 +55,7 @@ class DecoderConfig(abc.ABC):
     qk_norm: QKNorm
     init_std: float
     zero_init_outputs: bool
+    logit_softcap: float | None
 
     @property
     def bias(self) -> bool:
@@ -106,7 +107,12 @@ class DecoderConfig(abc.ABC):
             value = getattr(self, name)
             if value is not None or name not in ("n_kv_heads", "d_ff"):
                 check_count(name, value)
-        for name in ("norm_eps", "rope_theta", "init_std"):
+        for name in (
+            "norm_eps",
+            "rope_theta",
+            "init_std",
+            *(["logit_softcap"] if self.logit_softcap is not None else []),
+        ):
             value = getattr(self, name)
             if not (0 < value < math.inf):
                 raise UsageError(f"{name}={value}: give a positive number")
@@ -144,6 +150,7 @@ class Llama(DecoderConfig):
             of all heads together, as OLMoE does.
         init_std: standard deviation of the initial weights.
         zero_init_outputs: start the projections that write to the residual stream at zero.
+        logit_softcap: bounds the logits: cap * tanh(logits / cap). None: they are as they are.
         n_experts: gated MLPs in place of that of a block, of which each token takes some. None: all blocks are dense.
         experts_per_token: experts that the router chooses for each token.
         d_expert: hidden width of one expert. Default: that of the MLP.
@@ -180,6 +187,7 @@ class Llama(DecoderConfig):
     qk_norm: QKNorm = False
     init_std: float = 0.02
     zero_init_outputs: bool = False
+    logit_softcap: float | None = None
     n_experts: int | None = None
     experts_per_token: int = 2
     d_expert: int | None = None
@@ -269,6 +277,7 @@ class GPT2(DecoderConfig):
         qk_norm: RMS-normalise each head's queries and keys, as Qwen3 does.
         init_std: standard deviation of the initial weights.
         zero_init_outputs: start the projections that write to the residual stream at zero.
+        logit_softcap: bounds the logits: cap * tanh(logits / cap). None: they are as they are.
     """
 
     norm: ClassVar[Literal["rms", "layer"]] = "layer"
@@ -290,3 +299,4 @@ class GPT2(DecoderConfig):
     qk_norm: bool = False
     init_std: float = 0.02
     zero_init_outputs: bool = False
+    logit_softcap: float | None = None

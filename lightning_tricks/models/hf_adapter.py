@@ -181,6 +181,11 @@ def hf_family(config: DecoderConfig) -> HFFamily:
     Raises:
         UsageError: no family does; names the setting.
     """
+    if config.logit_softcap is not None:  # those that have it differ in norms, in the embedding or in positions
+        raise UsageError(
+            f"decoder.logit_softcap={config.logit_softcap}: no model of transformers has it and is a decoder like this "
+            "in all else: train without it for export, import and weights of the hub"
+        )
     if isinstance(config, GPT2):
         family = _FAMILIES["gpt2"]
         for option, is_there, wanted in (

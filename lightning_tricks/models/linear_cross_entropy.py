@@ -17,6 +17,11 @@ ROWS_ON_CPU = 256  # tokens in a slice, which the cache holds
 ROWS = 8192  # on other devices
 
 
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Bound logits by cap * tanh(logits / cap), in fp32, as 16 bits have few values near the cap; None: no bound."""
+    return logits if cap is None else cap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float)) / cap)
+
+
 def nats_and_gradient(
     logits: Tensor,
     labels: Tensor,
@@ -24,16 +29,23 @@ def nats_and_gradient(
     group: Any = None,
     first: int = 0,
     each: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    softcap: float | None = None,
+    wants_gradient: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Sum of cross-entropies of (N, V) logits with (N,) labels, and its gradient with respect to the logits, in fp32.
 
     Logits that are fp32 already are overwritten. Where the ranks of `group` have parts of the vocabulary, the logits
     and their gradient are those of this rank's part, which begins at token `first`; the sum is the same on all.
-    The summands are written to `each`, (N,) fp32.
+    The summands are written to `each`, (N,) fp32. `softcap` is of `softcapped`; its gradient takes one more tensor.
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1) - first
     z = logits.float()  # everything below is in place, so that a slice stays in the cache
+    slope = None
+    if softcap is not None:
+        z.div_(softcap).tanh_()
+        slope = torch.addcmul(z.new_ones(()), z, z, value=-1) if wants_gradient else None
+        z.mul_(softcap)
     largest = z.amax(1, keepdim=True)
     if group is None:
         is_here = counted
@@ -52,13 +64,20 @@ def nats_and_gradient(
     nats = torch.where(counted, total.log() - at_target, 0.0)
     if each is not None:
         each.copy_(nats)
+    if not wants_gradient:
+        return nats.sum(), None
     z.mul_((counted / total).unsqueeze(1))
     z.scatter_add_(1, target, -is_here.to(z.dtype).unsqueeze(1))
-    return nats.sum(), z
+    return nats.sum(), z if slope is None else z.mul_(slope)
 
 
 def for_the_compiler(
-    logits: Tensor, labels: Tensor, ignore_index: int, wants_gradient: bool, each: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    wants_gradient: bool,
+    each: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`nats_and_gradient` of one rank, the gradient in the dtype of the logits: the compiler makes two kernels of it.
 
@@ -66,8 +85,8 @@ def for_the_compiler(
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1)
-    z = logits.float()
-    z = z - z.amax(1, keepdim=True)
+    capped = softcapped(logits.float(), softcap)
+    z = capped - capped.amax(1, keepdim=True)
     total = z.exp().sum(1)
     summands = torch.where(counted, total.log() - z.gather(1, target).squeeze(1), 0.0)
     if each is not None:
@@ -77,7 +96,10 @@ def for_the_compiler(
         return nats, None
     probability = z.exp() * torch.where(counted, 1 / total, 0.0).unsqueeze(1)
     is_label = (torch.arange(z.shape[1], device=z.device) == target) & counted.unsqueeze(1)
-    return nats, torch.where(is_label, probability - 1, probability).to(logits.dtype)
+    gradient = torch.where(is_label, probability - 1, probability)
+    if softcap is not None:
+        gradient = gradient * (1 - (capped / softcap).square())
+    return nats, gradient.to(logits.dtype)
 
 
 @functools.cache
@@ -99,6 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first: int,
         compiled: bool,
         each: Tensor | None,
+        softcap: float | None,
     ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -108,11 +131,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             piece = slice(begin, begin + rows)
             logits, of_piece = x[piece] @ head.T, None if each is None else each[piece]
             if compiled:
-                some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, wants_gradient, of_piece)
+                how: Any = (wants_gradient, of_piece, softcap)
+                some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, *how)
             else:
-                some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, group, first, of_piece)
+                how = (group, first, of_piece, softcap, wants_gradient)
+                some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, *how)
             nats += some_nats
-            if wants_gradient:
+            if grad_logits is not None:
                 grad_logits = grad_logits.to(x.dtype)
                 torch.mm(grad_logits, head, out=grad_x[piece])
                 if x.dtype == grad_weight.dtype:
@@ -130,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 8
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 9
 
 
 def linear_cross_entropy(
@@ -141,6 +166,7 @@ def linear_cross_entropy(
     rows: int | None = None,
     compiled: bool = False,
     each: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
@@ -157,6 +183,7 @@ def linear_cross_entropy(
         compiled: run the softmax of a slice through `torch.compile` on CUDA, where no tensor ranks share the weight:
             a slice is then read and written once or twice, in place of a dozen times in fp32.
         each: (N,) fp32, to which the summands are written; it has no gradient.
+        softcap: bounds the logits before the softmax: softcap * tanh(logits / softcap). None: they are as they are.
 
     Returns:
         Scalar fp32 tensor.
@@ -165,7 +192,8 @@ def linear_cross_entropy(
         UsageError: in a backward pass with `create_graph=True`.
 
     Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
-    https://github.com/linkedin/Liger-Kernel, which does the same in Triton.
+    https://github.com/linkedin/Liger-Kernel, which does the same in Triton; the cap: `final_logit_softcap` of
+    https://github.com/google-deepmind/gemma/blob/main/gemma/gm/nn/_transformer.py.
     """
     rows = rows or (ROWS_ON_CPU if x.device.type == "cpu" else ROWS)
     # asked here: autograd turns gradients off within forward, and its `needs_input_grad` is true under `no_grad` too
@@ -173,5 +201,5 @@ def linear_cross_entropy(
     weight, group, first = local_rows(weight)
     x = x.to(matmul_dtype(x))
     compiled = compiled and x.is_cuda and group is None
-    options = (ignore_index, rows, wants_gradient, group, first, compiled, each)
+    options = (ignore_index, rows, wants_gradient, group, first, compiled, each, softcap)
     return _LinearCrossEntropy.apply(x, weight, labels, *options)

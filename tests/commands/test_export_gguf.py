@@ -125,6 +125,11 @@ def test_what_llama_cpp_cannot_express_is_one_line_and_leaves_nothing(tmp_path, 
     double["state_dict"] = {name: value.double() for name, value in double["state_dict"].items()}
     cases = [
         (saved("gelu", Llama(**SIZES, activation="gelu")), [], "activation=gelu: llama.cpp's arcee has relu2 alone"),
+        (
+            saved("capped", Llama(**SIZES, logit_softcap=15.0)),
+            [],
+            "decoder.logit_softcap=15.0: no model of ",
+        ),
         (saved("relu2", GPT2(**SIZES, activation="relu2")), [], "activation=relu2: llama.cpp's gpt2 has gelu alone"),
         (
             saved("experts", Llama(**SIZES, n_experts=4, balance="none")),

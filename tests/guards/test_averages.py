@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from checkpoints.saved import assert_same
+from checkpoints.shards import of_file
 from harness.models import Small
 from harness.runs import On, trainer_with
 from torch import nn
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.callbacks import EMA, ExactResume, InitFrom, SafeCheckpoint, TailAverage
 from lightning_tricks.checkpoints import AtomicCheckpointIO, load_weights
+from lightning_tricks.checkpoints.load_weights import stream_weights
 from lightning_tricks.guards.averages import AveragedWeights, Swap, decay_at
 from lightning_tricks.precision import BF16True
 
@@ -190,6 +192,7 @@ KINDS = {
     "ema": lambda: EMA(decay=0.9),
     "tail": lambda: TailAverage(horizon_steps=3),
     "only_saved": lambda: EMA(decay=0.9, validate=False),
+    "blend": lambda: EMA(decay=0.9, blend=0.6),
 }
 
 
@@ -206,12 +209,13 @@ def test_training_is_that_without_it_to_the_bit_and_validation_is_not(kind, plug
     assert [same(a, b) for a, b in zip(averaged.seen[1:], plain.seen[1:], strict=True)] == [kind == "only_saved"] * 5
     name = "tail_average" if kind == "tail" else "ema"
     share = trainer.callback_metrics.get(f"val/{name}_share")
-    assert share == (None if kind == "only_saved" else 1.0)
+    assert share == {"only_saved": None, "blend": pytest.approx(0.6)}.get(kind, 1.0)
 
 
 @PRECISIONS
-def test_a_validation_leaves_the_average_as_it_was_to_the_bit(plugin):
-    used, kept = EMA(decay=0.9), EMA(decay=0.9, validate=False)
+@pytest.mark.parametrize("kind", ["ema", "blend"])
+def test_a_validation_leaves_the_average_as_it_was_to_the_bit(kind, plugin):
+    used, kept = KINDS[kind](), EMA(decay=0.9, validate=False)
     for ema in (used, kept):
         fit(Net(), ema, steps=5, plugin=plugin)
     assert all(torch.equal(a, b) for a, b in zip(used.terms["mean"], kept.terms["mean"], strict=True))
@@ -270,7 +274,7 @@ def test_test_predict_and_a_later_validation_use_the_average_and_leave_the_weigh
     assert trainer.callback_metrics["val/ema_share"] == 0
 
 
-@pytest.mark.parametrize(("kind", "error"), [("ema", RuntimeError), ("tail", KeyboardInterrupt)])
+@pytest.mark.parametrize(("kind", "error"), [("ema", RuntimeError), ("tail", KeyboardInterrupt), ("blend", IndexError)])
 def test_the_weights_are_back_after_an_exception_in_validation(kind, error):
     module, callback = Net(), KINDS[kind]()
 
@@ -310,7 +314,7 @@ def test_a_broken_device_does_not_hide_the_users_error(monkeypatch, recwarn):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("kind", ["ema", "tail"])
+@pytest.mark.parametrize("kind", ["ema", "tail", "blend"])
 def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_is_saved(kind, tmp_path):
     module, plain = Net(), Net()
     during = []
@@ -335,7 +339,7 @@ def test_a_checkpoint_holds_the_weights_and_the_average_beside_them_whenever_it_
 
 
 @PRECISIONS
-@pytest.mark.parametrize("kind", ["ema", "tail"])
+@pytest.mark.parametrize("kind", ["ema", "tail", "blend"])
 def test_a_resumed_run_has_the_average_of_the_unbroken_one_to_the_bit(kind, plugin, tmp_path):
     unbroken, whole, saver = Net(), KINDS[kind](), SafeCheckpoint(tmp_path, every_n_train_steps=5)
     early = tmp_path / "early.ckpt"  # in front of the callbacks behind it
@@ -390,7 +394,40 @@ def test_a_checkpoint_without_an_average_begins_one_and_says_so(tmp_path):
         load_weights(Net(), tmp_path / "last.ckpt", average="ema")
 
 
+@pytest.mark.parametrize("callback", [partial(EMA, decay=0.5, warmup=False), partial(TailAverage, horizon_steps=4)])
+def test_a_blend_of_weights_and_average_is_what_validates_and_what_is_read(callback, tmp_path):
+    module, blend = Counter(), 0.75
+    trainer = fit(module, callback(blend=blend), SafeCheckpoint(tmp_path), steps=4, val_check_interval=1)
+    averages = [0, 0.5, 1.25, 2.125, 3.0625] if callback.func is EMA else [0, 1, 1.5, 2, 2.5]
+    expected = {step: 0.25 * step + blend * average for step, average in enumerate(averages)}
+    assert module.seen == expected
+    name = trainer.callbacks[0].NAME
+    assert trainer.callback_metrics[f"val/{name}_share"] == blend
+    last = tmp_path / "last.ckpt"
+    checkpoint = torch.load(last)
+    assert checkpoint["state_dict"]["weight"].tolist() == module.weight.tolist() == [4.0] * 3
+    assert checkpoint["averages"][name]["weights"]["mean"]["weight"][0] == averages[4]  # whatever the blend
+    loaded = Counter()
+    load_weights(loaded, last, average=name)
+    folder = of_file(last, tmp_path / "folder.ckpt", module)
+    streamed = [stream_weights(path, name).read("weight") for path in (last, folder)]
+    assert all(found.tolist() == [expected[4]] * 3 for found in (loaded.weight, *streamed))
+
+    later, resumed, alone = Counter(), callback(blend=0.5), callback()  # the recipe may change it, also after the run
+    trainer_of(callback(blend=0.5)).validate(later, data(), ckpt_path=last, verbose=False)
+    assert [*later.seen.values()] == [0.5 * 4 + 0.5 * averages[4]]
+    for other in (resumed, alone):
+        fit(Counter(), other, ckpt_path=last, steps=6)
+    assert torch.equal(average_of(resumed)["mean"], average_of(alone)["mean"])
+
+
 # ---- refusals
+
+
+@pytest.mark.parametrize("blend", [0.0, 1.5, float("nan")])
+def test_a_blend_that_is_no_share_is_refused(blend):
+    with pytest.raises(UsageError, match=rf"^TailAverage: blend={blend}: give a share of the average above 0, at mo"):
+        TailAverage(blend=blend)
 
 
 def test_two_that_would_have_one_name_or_both_validate_are_refused():

@@ -12,6 +12,7 @@ from models.decoders import CONFIGS, TINY, build, tokens
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks.models import GPT2, Decoder, Llama
 from lightning_tricks.models.decoder import MLP
+from lightning_tricks.models.generate import Sampling, generate
 
 
 @pytest.fixture(params=CONFIGS)
@@ -133,6 +134,34 @@ def test_labels_turn_logits_into_the_sum_of_cross_entropies(config):
     labels[0, 5:9] = -100
     expected = F.cross_entropy(decoder(input_ids).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(decoder(input_ids, labels=labels), expected)
+
+
+@pytest.mark.parametrize("base", [None, 16])
+def test_a_cap_bounds_logits_loss_and_generated_tokens_after_the_scale_of_mup(config, base):
+    base = None if base is None else dataclasses.replace(config, d_model=base)
+    plain, capped = build(config), Decoder(dataclasses.replace(config, logit_softcap=0.9), base)
+    capped.load_state_dict(plain.state_dict())
+    uncapped = Decoder(config, base)
+    uncapped.load_state_dict(plain.state_dict())
+    input_ids, labels = tokens(2, 24), tokens(2, 24, seed=2)
+    logits, expected = capped(input_ids), 0.9 * torch.tanh(uncapped(input_ids) / 0.9)
+    torch.testing.assert_close(logits, expected)
+    assert 0.6 < logits.abs().max() < 0.9
+    nats = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(capped(input_ids, labels=labels), nats)
+    found, exact = (torch.autograd.grad(loss, model.parameters()) for loss, model in
+                    ((capped(input_ids, labels=labels), capped), (nats, uncapped)))  # fmt: skip
+    for name, a, b in zip(dict(capped.named_parameters()), found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
+    seen: list[torch.Tensor] = []
+
+    class Greedy(Sampling):
+        def choose(self, logits, generator=None):
+            seen.append(logits)
+            return super().choose(logits)
+
+    next(generate(capped, input_ids[:, :20], 1, Greedy(temperature=0.0)))
+    torch.testing.assert_close(seen[0], expected[:, 19])
 
 
 @pytest.mark.parametrize("family", [Llama, GPT2])

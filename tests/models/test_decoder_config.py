@@ -72,6 +72,7 @@ def test_ffn_width_follows_the_familys_rule_unless_given(config, width):
         ({"norm_eps": 0.0}, "norm_eps=0.0: give a positive number"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: give a positive number"),
         ({"init_std": float("nan")}, "init_std=nan: give a positive number"),
+        ({"logit_softcap": 0.0}, "logit_softcap=0.0: give a positive number"),
         ({"activation": "silu"}, "activation='silu': give one of swiglu, gelu, relu2"),
         ({"n_heads": 3}, "d_model=4096 is no multiple of n_heads=3: change one of them"),
         ({"n_kv_heads": 5}, "n_kv_heads=5 does not divide n_heads=32: give a divisor"),

@@ -132,6 +132,7 @@ def test_a_model_that_the_decoder_cannot_be_is_one_line(changed, says):
         ),
         ({"n_kv_heads": 2}, "decoder.n_kv_heads=2"),
         ({"qk_norm": True}, "decoder.qk_norm=True"),
+        ({"logit_softcap": 15.0}, "decoder.logit_softcap=15.0: no model of transformers has it and is a decoder like"),
     ],
 )
 def test_a_decoder_that_no_family_has_is_one_line(changed, says):

@@ -1,5 +1,7 @@
 """Head and loss in slices give the value and gradients of the plain formula."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tricks.models import Decoder, Llama
 from lightning_tricks.models import linear_cross_entropy as module
-from lightning_tricks.models.linear_cross_entropy import for_the_compiler, linear_cross_entropy, nats_and_gradient
+from lightning_tricks.models.linear_cross_entropy import (
+    for_the_compiler,
+    linear_cross_entropy,
+    nats_and_gradient,
+    softcapped,
+)
 
 
 def problem(dtype=torch.float32):
@@ -23,6 +30,14 @@ def reference(x, weight, labels):
     return F.cross_entropy((x @ weight.to(x.dtype).T).float(), labels, ignore_index=-100, reduction="sum")
 
 
+def in_fp64(x, weight, labels, softcap):
+    """The loss and the gradients of both, by autograd."""
+    x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    logits = softcap * torch.tanh(x @ weight.T / softcap)
+    nats = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return nats.item(), *(gradient.float() for gradient in torch.autograd.grad(nats, (x, weight)))
+
+
 @pytest.mark.parametrize("rows", [1, 8, 37, 100])
 def test_value_and_gradients_equal_the_plain_formula_for_every_slicing(rows):
     x, weight, labels = problem()
@@ -33,6 +48,30 @@ def test_value_and_gradients_equal_the_plain_formula_for_every_slicing(rows):
     assert linear_cross_entropy(x, weight, labels, rows=rows).item() == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weight.grad, head.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 1000.0])
+def test_capped_logits_are_the_formula_in_fp64(softcap, rows):
+    x, weight, labels = problem()
+    each = torch.empty(len(x))
+    loss = linear_cross_entropy(x, weight, labels, rows=rows, each=each, softcap=softcap)
+    loss.backward()
+    nats, *gradients = in_fp64(x, weight, labels, softcap)
+    with torch.no_grad():
+        assert loss.item() == linear_cross_entropy(x, weight, labels, rows=rows, softcap=softcap).item()
+    assert loss.item() == pytest.approx(nats, rel=1e-6)
+    assert each.sum().item() == pytest.approx(nats, rel=1e-6)
+    for found, exact in zip((x.grad, weight.grad), gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=2e-6)
+
+
+def test_a_cap_bounds_the_loss_of_wild_logits_and_16_bits_are_capped_in_32():
+    x, weight, labels = problem()
+    loss = linear_cross_entropy(x.detach() * 1000, weight, labels, softcap=2.0)
+    assert loss.item() < (labels != -100).sum() * (2 * 2.0 + math.log(50))
+    logits = torch.tensor([9.0, 10.0, 40.0]).bfloat16()
+    assert softcapped(logits, 4.0).tolist() == pytest.approx([4 * math.tanh(value / 4.0) for value in (9, 10, 40)])
 
 
 def test_large_logits_do_not_overflow():
@@ -93,20 +132,21 @@ def test_without_gradients_it_multiplies_once_and_keeps_nothing(context):
     assert loss.item() == pytest.approx(reference(x, weight, labels).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_compiled_on_cuda_is_the_same_formula_in_one_graph(dtype):
+def test_what_is_compiled_on_cuda_is_the_same_formula_in_one_graph(dtype, softcap):
     generator = torch.Generator().manual_seed(0)
     logits = (30 * torch.randn(37, 50, generator=generator)).to(dtype)
     labels = torch.randint(0, 50, (37,), generator=generator)
     labels[::5] = -100
     graph = torch.compile(for_the_compiler, backend="eager", fullgraph=True)
-    nats, gradient = graph(logits, labels, -100, True)
-    expected, expected_gradient = nats_and_gradient(logits.clone(), labels, -100)
+    nats, gradient = graph(logits, labels, -100, True, softcap=softcap)
+    expected, expected_gradient = nats_and_gradient(logits.clone(), labels, -100, softcap=softcap)
     torch.testing.assert_close(nats, expected, rtol=1e-6, atol=0)
     assert gradient.dtype == dtype
     torch.testing.assert_close(gradient, expected_gradient.to(dtype), rtol=1e-5, atol=1e-7)
     assert not gradient[::5].any()
-    only, none = for_the_compiler(logits, labels, -100, False)
+    only, none = for_the_compiler(logits, labels, -100, False, softcap=softcap)
     assert none is None
     assert only == nats
 

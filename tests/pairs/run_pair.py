@@ -300,7 +300,7 @@ def callbacks_of(row: dict[str, Any], folder: Path) -> list[pl.Callback]:
         "SpikeRollback": lambda: SpikeRollback(
             patience_steps=2, window_steps=4, snapshot_every_n_steps=COPY_EVERY, keep_snapshots=2
         ),
-        "EMA": lambda: EMA(decay=0.5),
+        "EMA": lambda: EMA(decay=0.5, blend=0.6 if row["accumulation"] == 2 else 1.0),
         "TailAverage": lambda: TailAverage(horizon_steps=4, validate=False),
         "ScheduleFree": ScheduleFree,
         "BatchSizeWarmup": lambda: BatchSizeWarmup(**smaller),

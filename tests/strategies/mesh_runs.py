@@ -185,7 +185,8 @@ class OwnRows(Foreign):
 
 
 LLAMA = Llama(**SIZES, n_heads=4, n_kv_heads=2)
-NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True)
+CAP = 0.2  # of logits that are this large at the start
+NORMED = Llama(**SIZES, n_heads=8, n_kv_heads=4, qk_norm=True, tie_embeddings=True, logit_softcap=CAP)
 DEEP = {**SIZES, "n_layers": 8}
 WIDE = Llama(**(SIZES | {"d_model": 64}), n_heads=4, n_kv_heads=2)  # parts of two ranks are multiples of 16
 EXPERTS = Llama(
@@ -209,13 +210,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "fused": lambda: Fused(LLAMA),
     "fused gpt2": lambda: Fused(GPT2(**SIZES, n_heads=4, activation="swiglu")),
     "fused experts": lambda: Fused(EXPERTS),
-    "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4)),
+    "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4, logit_softcap=CAP)),
     "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
     "deep, fused": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True),
     "deep, fused, budget": lambda: Ours(
         Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True, activation_checkpointing={"budget": 0.5}
     ),
-    "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4)),
+    "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4, logit_softcap=CAP)),
     "deep muon": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), lambda groups: MuonAdamW(groups, lr=0.01)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),

@@ -20,7 +20,7 @@ from lightning_tricks.parallel.shard import drop_gathered
 from lightning_tricks.strategies import FSDP2Strategy
 
 pytestmark = pytest.mark.long
-AVERAGES = {"ema": lambda: EMA(decay=0.8), "tail_average": lambda: TailAverage(horizon_steps=4)}
+AVERAGES = {"ema": lambda: EMA(decay=0.8), "tail_average": lambda: TailAverage(horizon_steps=4, blend=0.6)}
 
 
 class Model(CausalLM):
@@ -132,13 +132,15 @@ def other_layouts_of_two(rank: int, folder: Path) -> None:
     """bf16 weights in one file; a folder that is written in the background; DDP; a new run."""
     for name, whole_file, plugin in (("file", True, "bf16_true"), ("background", False, None)):
         shared = {"world": 2, "rank": rank, "plugin": plugin}
-        ema, saver = EMA(decay=0.8), SafeCheckpoint(folder / name, every_n_train_steps=3, asynchronous=not whole_file)
-        fit(ema, saver, strategy=FSDP2Strategy(save_distributed_checkpoint=not whole_file), **shared)
+        ema = EMA(decay=0.8, blend=0.6)
+        saver = SafeCheckpoint(folder / name, every_n_train_steps=3, asynchronous=not whole_file)
+        model, _ = fit(ema, saver, strategy=FSDP2Strategy(save_distributed_checkpoint=not whole_file), **shared)
         assert all(average.dtype == torch.float32 for average in shards_of(ema))
         resumed = EMA(decay=0.8)
         fit(resumed, strategy=FSDP2Strategy(), ckpt_path=folder / name / "step=3.ckpt", **shared)
         assert same(shards_of(resumed), shards_of(ema)), name
         save(rank, folder / name / "expected.pt", averages_of(ema)["mean"])
+        save(rank, folder / name / "weights.pt", {key: whole(value) for key, value in model.named_parameters()})
     look, init_from = Recorder(), InitFrom(folder / "background" / "last.ckpt", average="ema")
     fit(look, init_from, world=2, rank=rank, strategy=FSDP2Strategy(), steps=1)
     save(rank, folder / "started.pt", look.found[0])
@@ -187,6 +189,10 @@ def test_a_file_the_background_and_bf16_hold_the_average_too(tmp_path):
         assert found.keys() == expected.keys()
         assert same(list(found.values()), list(expected.values())), name
         assert all(type(value) is torch.Tensor for value in found.values()), name
+        blend = open_checkpoint(tmp_path / name / "last.ckpt", average="ema")["state_dict"]
+        for key, value in torch.load(tmp_path / name / "weights.pt").items():
+            by_hand = (0.4 * value.double() + 0.6 * expected[key].double()).to(value.dtype)
+            torch.testing.assert_close(blend[key], by_hand, msg=f"{name} {key}")
     one, _ = fit(InitFrom(tmp_path / "background" / "last.ckpt", average="ema"), steps=1)
     for name, value in torch.load(tmp_path / "started.pt").items():
         torch.testing.assert_close(dict(one.named_parameters())[name].detach(), value, rtol=1e-4, atol=1e-5)
