@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks.accounting import device_speed
+from lightning_tricks.optim.adamw_cautious_decay import decay_towards_zero_
 from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 
@@ -410,7 +411,7 @@ def _apply(params: list[Tensor], updates: list[Tensor], factors: Sequence[float]
     decay = group["lr"] * group["weight_decay"]
     if group["cautious_weight_decay"]:
         for param, update in zip(params, updates, strict=True):
-            param.sub_(param * (update * param >= 0), alpha=decay)
+            decay_towards_zero_(param, update, 1 - decay)
     else:
         torch._foreach_mul_(params, 1 - decay)
     for factor in dict.fromkeys(factors):
