@@ -14,7 +14,7 @@ from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SkipsOnDevice
 from lightning_tricks._core.replaced import replaced
 from lightning_tricks.optim.adamw_cautious_decay import AdamWCautiousDecay
-from lightning_tricks.optim.muon import Muon
+from lightning_tricks.optim.muon import Coefficients, Muon
 
 __all__ = ["ComposedOptimizer", "MatrixAdamW", "MuonAdamW"]
 
@@ -233,6 +233,7 @@ class MuonAdamW(_HiddenAndAdamW):
         momentum: of Muon.
         momentum_warmup_steps: steps over which it rises from 0.85; 0 for none.
         cautious_weight_decay: a weight decays only in steps whose update moves it towards 0, as in AdamWCautiousDecay.
+        coefficients: of Muon's Newton-Schulz, `keller_jordan` or `polar_express`.
         fused: AdamW's single kernel for all of its parameters.
 
     Raises:
@@ -253,6 +254,7 @@ class MuonAdamW(_HiddenAndAdamW):
         momentum: float = 0.95,
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
+        coefficients: Coefficients = "keller_jordan",
         fused: bool = True,
     ) -> None:
         if isinstance(lr, Tensor) or isinstance(muon_lr, Tensor):
@@ -272,7 +274,7 @@ class MuonAdamW(_HiddenAndAdamW):
             scale: Any = "match_rms_adamw" if muon_lr is None else "original"
             rate = lr if muon_lr is None else muon_lr
             return Muon(own, rate, momentum, adjust_lr_fn=scale, momentum_warmup_steps=momentum_warmup_steps,
-                        cautious_weight_decay=cautious_weight_decay)  # fmt: skip
+                        cautious_weight_decay=cautious_weight_decay, coefficients=coefficients)  # fmt: skip
 
         adamw = AdamWCautiousDecay if cautious_weight_decay else torch.optim.AdamW
         super().__init__(params, "muon", takes, make, adamw, lr=lr, betas=betas, eps=eps, fused=fused)

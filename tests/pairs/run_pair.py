@@ -286,7 +286,9 @@ def optimizer_of(row: dict[str, Any]) -> Any:
         return lambda groups: schedulefree.AdamWScheduleFree(groups, lr=5e-3)
     return {
         "AdamW": lambda groups: torch.optim.AdamW(groups, lr=5e-3, fused=True),
-        "MuonAdamW": lambda groups: MuonAdamW(groups, lr=5e-3, cautious_weight_decay=True),
+        "MuonAdamW": lambda groups: MuonAdamW(
+            groups, lr=5e-3, cautious_weight_decay=True, coefficients="polar_express"
+        ),
         "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     }[row["optimizer"]]
 
