@@ -62,6 +62,7 @@ from lightning_tricks.monitors.tensorboard_dashboard import TensorBoardDashboard
 from lightning_tricks.monitors.training_progress_bar import TrainingProgressBar as TrainingProgressBar
 from lightning_tricks.monitors.update_monitor import UpdateMonitor as UpdateMonitor
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State as AdamWBF16State
+from lightning_tricks.optim.adamw_cautious_decay import AdamWCautiousDecay as AdamWCautiousDecay
 from lightning_tricks.optim.clip import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer as ComposedOptimizer
 from lightning_tricks.optim.composed_optimizer import MatrixAdamW as MatrixAdamW

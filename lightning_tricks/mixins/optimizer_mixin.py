@@ -72,8 +72,8 @@ class OptimizerMixin(Mixin):
         schedule: the learning rate's curve over the run; None for a constant learning rate.
         weight_decay: of matrices and embeddings; biases and norms never decay.
         decay_embeddings: whether embeddings decay with the matrices.
-        param_rules: other learning rates, decays, schedules or optimizers by name or role of a parameter; the first
-            rule that fits counts.
+        param_rules: other learning rates, decays, betas, schedules or optimizers by name or role of a parameter; the
+            first rule that fits counts.
         mup: the settings are those of a model of another width, and learning rates, decays and initial weights are
             scaled from it; see `MuP`. None: they are this model's.
         freeze: parameters that are not trained, as part of their names or by role: `[embed, role=norm]`; see

@@ -1,6 +1,7 @@
 """Parameter groups, optimizers and gradient clipping: torch only, no Lightning."""
 
 from lightning_tricks.optim.adamw_bf16_state import AdamWBF16State as AdamWBF16State
+from lightning_tricks.optim.adamw_cautious_decay import AdamWCautiousDecay as AdamWCautiousDecay
 from lightning_tricks.optim.build_optimizer import build_optimizer as build_optimizer
 from lightning_tricks.optim.clip import clip_grad_norm as clip_grad_norm
 from lightning_tricks.optim.clip import clip_grad_value as clip_grad_value

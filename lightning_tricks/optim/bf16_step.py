@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -16,8 +15,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.tensors import local
+from lightning_tricks.optim.one_kernel import in_place
 
-CHUNK = 1 << 24  # elements rounded at once: 192 MiB for their random bits and the rounded values, where not compiled
 _MIX = (-0x7A143595, -0x3D4D51CB)  # 0x85EBCA6B and 0xC2B2AE35, as int32
 
 
@@ -71,37 +70,9 @@ def _write_rounded(target: Tensor, source: Tensor, seed: Tensor) -> None:
     target.copy_(round_to_bf16(source, seed))
 
 
-@functools.cache
-def _write_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """`_write_rounded`, on CUDA as one kernel that reads 4 bytes an element and writes 2: the eager ones move 150."""
-    if device.type != "cuda":
-        return _write_rounded
-    compiled = torch.compile(_write_rounded, dynamic=True)
-    try:
-        compiled(torch.empty(3, dtype=bfloat16, device=device), torch.zeros(3, device=device), seed_on(device, 0))
-    except Exception as error:  # no Triton, no C compiler, ...: a faster step is not worth the run
-        warnings.warn(
-            f"BF16True: torch.compile fails here, so the weights are rounded by slower kernels: {error}", stacklevel=2
-        )
-        return _write_rounded
-    return compiled
-
-
 def copy_rounded_(target: Tensor, source: Tensor, seed: int) -> None:
     """Write `source` (fp32) into `target` (bf16, same shape) by `round_to_bf16`, with little memory beside them."""
-    if not (target.is_contiguous() and source.is_contiguous()):
-        _write_rounded(target, source, seed_on(target.device, seed))
-        return
-    write = _write_on(target.device)
-    flat = [x.view(-1) if write is _write_rounded else _plain(x) for x in (target, source)]
-    for number, (to, value) in enumerate(zip(*(x.split(CHUNK) for x in flat), strict=True)):
-        write(to, value, seed_on(target.device, seed + number * CHUNK))
-    torch.autograd.graph.increment_version(target)  # whoever keeps something that was computed from it can see
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers in one dimension, but no view of a parameter, for each shape of which torch would compile."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,))
+    in_place(_write_rounded, (target, source), lambda start: (seed_on(target.device, seed + start),), "BF16True")
 
 
 def rounding_seed(seed: int, step: int, index: int, param: Tensor) -> int:
@@ -234,7 +205,7 @@ class BF16Step:
         params = [list(group) for group in groups]
         positions = {param: i for i, param in enumerate(p for group in params for p in group)}
         copies: list[_Copy] = []
-        with _without_hooks(self.optimizer):
+        with without_hooks(self.optimizer):
             try:
                 for bucket in self._buckets(params):
                     self._put_copies(bucket, positions, groups, copies)
@@ -312,7 +283,7 @@ def _needs_copy(param: Tensor) -> bool:
 
 
 @contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Take away the hooks on a step: they run before and after the whole step, not once for each bucket."""
     registries: list[dict[int, Any]] = [
         optimizer._optimizer_step_pre_hooks,

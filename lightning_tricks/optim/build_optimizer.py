@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.find_modules import parameters_by_name, whole_of
 from lightning_tricks.optim.composed_optimizer import ComposedOptimizer
-from lightning_tricks.optim.decay_groups import Rules, check_each_parameter_once, decay_groups
+from lightning_tricks.optim.decay_groups import RULE_KEYS, Rules, check_each_parameter_once, decay_groups
 from lightning_tricks.optim.keep_settings_on_load import keep_low_bit, keep_settings_on_load, parts_of
 from lightning_tricks.optim.limits import refuse_tensor_lr
 from lightning_tricks.optim.mup import MuP, rule_of, split_groups
@@ -46,7 +46,8 @@ def build_optimizer(
         weight_decay: of the matrices; the only place where the decay is set.
         decay_embeddings: whether embeddings decay.
         rules: exceptions by name or role; their `lr_scale` multiplies the optimizer's learning rate. A rule that names
-            an optimizer wants one of several, such as MuonAdamW or ComposedOptimizer.
+            an optimizer wants one of several, such as MuonAdamW or ComposedOptimizer. One with betas or eps wants an
+            optimizer that has them.
         mup: the settings are those of a model of its base width; its factors multiply the rules' `lr_scale`.
 
     Raises:
@@ -66,7 +67,9 @@ def build_optimizer(
     if mup is not None:  # built twice: the factor of a parameter depends on the class of the optimizer that has it
         first = _built(optimizer, [{**group, "params": [*group["params"]]} for group in groups])
         groups = split_groups(groups, mup.lr_factors(whole, first))
+    of_rules = {group["rule"]: {key: group[key] for key in RULE_KEYS if key in group} for group in groups}
     built = _built(optimizer, groups)
+    _refuse_unknown_settings(built, of_rules)
     if whole is not module:
         _drop_stand_ins(built, module)
     _refuse_own_decay(built)
@@ -155,6 +158,21 @@ def _refuse_own_decay(optimizer: torch.optim.Optimizer) -> None:
                 f"weight_decay={own} of {type(part).__name__} would have no effect: "
                 "set the weight_decay beside the optimizer, which leaves out biases and norms"
             )
+
+
+def _refuse_unknown_settings(optimizer: torch.optim.Optimizer, of_rules: dict[int | None, dict[str, Any]]) -> None:
+    """Refuse betas or eps of a rule for an optimizer that would never read them, such as Muon, or has more of them."""
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            for key, value in of_rules.get(group.get("rule"), {}).items():
+                known = part.defaults.get(key)
+                fits = isinstance(known, int | float) if key == "eps" else known and len(known) == len(value)
+                if not fits:
+                    has = f"no {key}" if known is None else f"{key}={known!r}"
+                    raise UsageError(
+                        f"param_rules: {key}={value!r} of {group['name']!r}: {type(part).__name__} has {has}: narrow "
+                        "the rule by a role, or change its value"
+                    )
 
 
 def _refuse_named_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:

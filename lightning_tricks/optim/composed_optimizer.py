@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.protocols import SkipsOnDevice
 from lightning_tricks._core.replaced import replaced
-from lightning_tricks.optim.muon import Muon
+from lightning_tricks.optim.adamw_cautious_decay import AdamWCautiousDecay
+from lightning_tricks.optim.muon import Coefficients, Muon
 
 __all__ = ["ComposedOptimizer", "MatrixAdamW", "MuonAdamW"]
 
@@ -135,13 +136,20 @@ class _HiddenAndAdamW(ComposedOptimizer):
         name: of the first optimizer.
         takes: of (role, parameter), whether the first optimizer steps it.
         make: makes the first optimizer.
+        adamw_class: of the other one.
         **adamw: settings of AdamW.
     """
 
     def __init__(
-        self, params: Iterable, name: str, takes: Callable[[str, Tensor], bool], make: Factory, **adamw: Any
+        self,
+        params: Iterable,
+        name: str,
+        takes: Callable[[str, Tensor], bool],
+        make: Factory,
+        adamw_class: Callable[..., Optimizer] = torch.optim.AdamW,
+        **adamw: Any,
     ) -> None:
-        made = {name: make, "adamw": lambda own: torch.optim.AdamW(own, **adamw)}
+        made = {name: make, "adamw": lambda own: adamw_class(own, **adamw)}
         groups = [part for group in params for part in self._split(group, list(made), takes)]
         named = {group["optimizer"] for group in groups}
         if name not in named:
@@ -224,7 +232,8 @@ class MuonAdamW(_HiddenAndAdamW):
         eps: of AdamW.
         momentum: of Muon.
         momentum_warmup_steps: steps over which it rises from 0.85; 0 for none.
-        cautious_weight_decay: matrices decay only where the update moves a weight towards 0.
+        cautious_weight_decay: a weight decays only in steps whose update moves it towards 0, as in AdamWCautiousDecay.
+        coefficients: of Muon's Newton-Schulz, `keller_jordan` or `polar_express`.
         fused: AdamW's single kernel for all of its parameters.
 
     Raises:
@@ -245,6 +254,7 @@ class MuonAdamW(_HiddenAndAdamW):
         momentum: float = 0.95,
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
+        coefficients: Coefficients = "keller_jordan",
         fused: bool = True,
     ) -> None:
         if isinstance(lr, Tensor) or isinstance(muon_lr, Tensor):
@@ -264,6 +274,7 @@ class MuonAdamW(_HiddenAndAdamW):
             scale: Any = "match_rms_adamw" if muon_lr is None else "original"
             rate = lr if muon_lr is None else muon_lr
             return Muon(own, rate, momentum, adjust_lr_fn=scale, momentum_warmup_steps=momentum_warmup_steps,
-                        cautious_weight_decay=cautious_weight_decay)  # fmt: skip
+                        cautious_weight_decay=cautious_weight_decay, coefficients=coefficients)  # fmt: skip
 
-        super().__init__(params, "muon", takes, make, lr=lr, betas=betas, eps=eps, fused=fused)
+        adamw = AdamWCautiousDecay if cautious_weight_decay else torch.optim.AdamW
+        super().__init__(params, "muon", takes, make, adamw, lr=lr, betas=betas, eps=eps, fused=fused)

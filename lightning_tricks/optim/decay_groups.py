@@ -31,6 +31,7 @@ __all__ = ["LayerwiseLRDecay", "ParamRule", "decay_groups"]
 
 Tied = Mapping[str, Sequence[str]]
 NOT_TIED: Tied = MappingProxyType({})
+RULE_KEYS = ("betas", "eps")  # of a group, if its rule has them and its optimizer knows them
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class ParamRule:
         weight_decay: replaces the decay that follows from the role, also where the model exempts it; None keeps it.
         role: of the parameters, see `param_roles`; with a pattern, both must fit. None: any.
         optimizer: name of the optimizer that steps them, one of several: `muon` or `adamw` of MuonAdamW.
+        betas: replace those of the optimizer, as many as it has; None keeps them.
+        eps: replaces that of the optimizer; None keeps it.
         schedule: curve of their learning rate, in place of the run's. None: the run's.
         decay_schedule: curve of their weight decay, whose peak is their decay. None: the decay is constant.
 
     Raises:
         UsageError: neither pattern nor role; the pattern is no regular expression; an unknown role; a negative or NaN
-            number.
+            number; a beta that is not from 0 on and below 1.
     """
 
     pattern: str = ""
@@ -58,6 +61,8 @@ class ParamRule:
     weight_decay: float | None = None
     role: Role | None = None
     optimizer: str | None = None
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
     schedule: Schedule | None = None
     decay_schedule: Schedule | None = None
 
@@ -67,9 +72,11 @@ class ParamRule:
         check_pattern(self.pattern, "ParamRule")
         if self.role is not None:
             check_choice("ParamRule.role", self.role, Role)
-        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay)):
+        for option, value in (("lr_scale", self.lr_scale), ("weight_decay", self.weight_decay), ("eps", self.eps)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise UsageError(f"ParamRule.{option}={value!r} ({self.in_words()}): give a finite number >= 0")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"ParamRule.betas={self.betas!r} ({self.in_words()}): give numbers from 0 on and below 1")
 
     @property
     def label(self) -> str:
@@ -225,7 +232,8 @@ def decay_groups(
         torch does not know `lr_scale`: multiply each group's learning rate by it, as `build_optimizer` does. For
         optimizers such as MuonAdamW, the lists `roles` and `layouts` (`MatrixLayout.plain`, None where a parameter
         holds no matrix) have an entry for each parameter. `optimizer` is the name in the group's rule, and `rule` the
-        rule's index in `expanded(module, rules)`; both are None without a rule.
+        rule's index in `expanded(module, rules)`; both are None without a rule. `betas` and `eps` are there if the rule
+        has them.
 
     Raises:
         UsageError: a negative or NaN decay, a rule that gets no parameter, or an error of `param_roles`.
@@ -270,11 +278,16 @@ def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
 def _group(name: str, weight_decay: float, rule: ParamRule | None = None, number: int | None = None) -> dict[str, Any]:
     if rule is not None and rule.weight_decay is not None:
         weight_decay = rule.weight_decay
-    return {
+    group = {
         "name": name, "params": [], "param_names": [], "roles": [], "layouts": [], "weight_decay": weight_decay,
         "lr_scale": 1.0 if rule is None else rule.lr_scale, "optimizer": None if rule is None else rule.optimizer,
         "rule": number,
     }  # fmt: skip
+    if rule is not None and rule.betas is not None:
+        group["betas"] = tuple(rule.betas)
+    if rule is not None and rule.eps is not None:
+        group["eps"] = rule.eps
+    return group
 
 
 def check_each_parameter_once(module: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -296,18 +309,23 @@ def check_each_parameter_once(module: nn.Module, groups: Sequence[dict[str, Any]
 def groups_table(groups: Iterable[dict[str, Any]], lr: float) -> str:
     """A plain text table of parameter groups: name, tensors, parameters, lr, decay, and the totals.
 
+    Columns of betas and eps follow where the groups have different ones.
+
     Args:
         groups: from `decay_groups`, or an optimizer's `param_groups`.
         lr: learning rate of groups without one of their own, before their `lr_scale`.
     """
-    rows = [("group", "tensors", "parameters", "lr", "decay")]
+    groups = list(groups)
+    own = [key for key in RULE_KEYS if len({str(group[key]) for group in groups if key in group}) > 1]
+    rows = [("group", "tensors", "parameters", "lr", "decay", *own)]
     tensors = parameters = 0
     for number, group in enumerate(groups):
         numel = sum(map(whole_numel, group["params"]))
         own_lr = group["lr"] if "lr" in group else lr * group.get("lr_scale", 1.0)
         name = group.get("name", f"group {number}")
         decay = f"{float(group.get('weight_decay', 0.0)):g}"
-        rows.append((name, str(len(group["params"])), f"{numel:,}", f"{float(own_lr):g}", decay))
+        settings = [str(group.get(key, "")) for key in own]
+        rows.append((name, str(len(group["params"])), f"{numel:,}", f"{float(own_lr):g}", decay, *settings))
         tensors, parameters = tensors + len(group["params"]), parameters + numel
-    rows.append(("total", str(tensors), f"{parameters:,}", "", ""))
+    rows.append(("total", str(tensors), f"{parameters:,}", "", "", *("" for _ in own)))
     return "\n".join(lines_of(rows))

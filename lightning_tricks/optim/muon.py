@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -10,41 +11,71 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.errors import UsageError, check_choice
 from lightning_tricks._core.tensors import local, sharded_like
 from lightning_tricks.accounting import device_speed
+from lightning_tricks.optim.adamw_cautious_decay import decay_towards_zero_
 from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
 
 __all__ = ["Muon"]
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
+Coefficients = Literal["keller_jordan", "polar_express"]
+_POLAR_EXPRESS = (  # as the paper's algorithm 1 has them, before the safety factor
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+SAFETY = 1.01  # a singular value that bf16 rounds above 1 would grow in the next step
+# (a, b, c) of the polynomial a x + b x^3 + c x^5 of each step of the iteration; further steps repeat the last
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "keller_jordan": ((3.4445, -4.775, 2.0315),),
+    "polar_express": (
+        *((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in _POLAR_EXPRESS), (1.875, -1.25, 0.375),
+    ),
+}  # fmt: skip
 EPS = 1e-7
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """U S V^T with singular values S of about 0.7 to 1.15, of a matrix with the same singular vectors U and V.
+def orthogonalize(
+    matrix: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    coefficients: Coefficients = "keller_jordan",
+) -> Tensor:
+    """U S V^T with singular values S near 1, of a matrix with the same singular vectors U and V.
+
+    After five steps, singular values from 0.001 of the matrix's norm on are 0.47 to 1.20 with `keller_jordan`, and 0.84
+    to 1.13 with `polar_express`; those from 0.01 on are 0.68 to 1.14, and 0.87 to 1.13.
 
     Args:
         matrix: (..., rows, columns); leading dimensions are a batch of matrices. It is rounded to bf16 first.
         steps: of the iteration.
         dtype: in which the iteration computes.
+        coefficients: one polynomial for all steps, or one for each.
 
     Returns:
-        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes, if `dtype` is bf16; a
-        batch, and fp32, round otherwise.
+        bf16, of the same shape. A single matrix has the bits that `torch.optim.Muon` computes, if `dtype` is bf16 and
+        the coefficients are `keller_jordan`; a batch, and fp32, round otherwise.
 
-    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, which gives the coefficients.
+    Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/, and Amsel et al. 2025 (Polar Express),
+        https://arxiv.org/abs/2505.16932, algorithm 1, which give the coefficients.
     """
-    a, b, c = COEFFICIENTS
     x = matrix.bfloat16().to(dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
     norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    if coefficients == "polar_express":
+        norm = norm * SAFETY
     x = x / norm.clamp(min=EPS)
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
+    polynomials = COEFFICIENTS[coefficients]
+    for a, b, c in islice(chain(polynomials, repeat(polynomials[-1])), steps):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     # a CPU adds a transposed update to its weight in ten times the time
@@ -77,7 +108,12 @@ def common_factor(layout: MatrixLayout, scale: str) -> float | None:
 
 
 def orthogonalize_all(
-    weights: Sequence[Tensor], layout: MatrixLayout, scale: str, steps: int, dtype: torch.dtype = torch.bfloat16
+    weights: Sequence[Tensor],
+    layout: MatrixLayout,
+    scale: str,
+    steps: int,
+    dtype: torch.dtype = torch.bfloat16,
+    coefficients: Coefficients = "keller_jordan",
 ) -> list[Tensor]:
     """Orthogonalize each matrix of weights of one layout, matrices of one shape in one batch.
 
@@ -91,17 +127,17 @@ def orthogonalize_all(
         torch._foreach_copy_(list(parts), list(weights))
         output_dim = layout.output_dim + (0 if layout.stacked else 1)
         whole = layout._replace(shape=shape, stacked=True, output_dim=output_dim)
-        (results,) = orthogonalize_all([stack], whole, scale, steps, dtype)
+        (results,) = orthogonalize_all([stack], whole, scale, steps, dtype, coefficients)
         return list(results.split([len(w) for w in weights]) if layout.stacked else results.unbind())
     matrices = layout.split(weights[0])
     if len(matrices) == 1:
-        each = [orthogonalize(matrices[0], steps, dtype)]
+        each = [orthogonalize(matrices[0], steps, dtype, coefficients)]
     elif len({matrix.shape for matrix in matrices}) == 1:
         batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
-        found = orthogonalize(batch, steps, dtype).chunk(len(matrices))
+        found = orthogonalize(batch, steps, dtype, coefficients).chunk(len(matrices))
         each = [part.view(matrices[0].shape) for part in found]
     else:
-        each = [orthogonalize(matrix, steps, dtype) for matrix in matrices]
+        each = [orthogonalize(matrix, steps, dtype, coefficients) for matrix in matrices]
     if common_factor(layout, scale) is None:
         pairs = zip(each, layout.sizes, strict=True)
         each = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
@@ -142,6 +178,8 @@ class Muon(Optimizer):
         ns_steps: steps of Newton-Schulz.
         momentum_warmup_steps: steps over which the momentum rises from 0.85; 0 for none. 300 in the records.
         cautious_weight_decay: decay only where the update moves a weight towards 0.
+        coefficients: of Newton-Schulz: `keller_jordan`, the same ones in each step; `polar_express`, other ones in each
+            step, with which singular values come nearer to 1.
 
     Raises:
         UsageError: an option out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
@@ -149,7 +187,7 @@ class Muon(Optimizer):
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025 (Moonlight),
         https://arxiv.org/abs/2502.16982; cautious decay: Chen et al. 2025, https://arxiv.org/abs/2510.12402; the warmup
-        of the momentum: https://github.com/KellerJordan/modded-nanogpt.
+        of the momentum: https://github.com/KellerJordan/modded-nanogpt; Polar Express: see `orthogonalize`.
     """
 
     skips_on_device = True
@@ -172,7 +210,9 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
+        coefficients: Coefficients = "keller_jordan",
     ) -> None:
+        check_choice("Muon.coefficients", coefficients, Coefficients)
         if isinstance(lr, Tensor):
             raise UsageError("Muon.lr is a Tensor: give a float, which the schedule sets at each step")
         for option, value, fits, words in (
@@ -186,7 +226,7 @@ class Muon(Optimizer):
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
-            "cautious_weight_decay": cautious_weight_decay, "ns_dtype": None,
+            "cautious_weight_decay": cautious_weight_decay, "coefficients": coefficients, "ns_dtype": None,
         }  # fmt: skip
         super().__init__(params, settings)
 
@@ -237,7 +277,8 @@ class Muon(Optimizer):
             found: dict[int, Tensor] = {}
             for layout, own in of_layout.items():
                 updates = [wholes[index] for index in own]
-                found |= zip(own, orthogonalize_all(updates, layout, scale, group["ns_steps"], dtype), strict=True)
+                settings = group["ns_steps"], dtype, group["coefficients"]
+                found |= zip(own, orthogonalize_all(updates, layout, scale, *settings), strict=True)
             return [found[index] for index in range(len(wholes))]
 
         factors = [common_factor(weight.layout, scale) for weight in weights]
@@ -410,7 +451,7 @@ def _apply(params: list[Tensor], updates: list[Tensor], factors: Sequence[float]
     decay = group["lr"] * group["weight_decay"]
     if group["cautious_weight_decay"]:
         for param, update in zip(params, updates, strict=True):
-            param.sub_(param * (update * param >= 0), alpha=decay)
+            decay_towards_zero_(param, update, 1 - decay)
     else:
         torch._foreach_mul_(params, 1 - decay)
     for factor in dict.fromkeys(factors):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import bf16_step
+from lightning_tricks.optim import bf16_step, one_kernel
 from lightning_tricks.optim.bf16_step import BF16Step, copy_rounded_, random_bits, round_to_bf16, rounding_seed, seed_on
 
 BF16 = torch.bfloat16
@@ -97,7 +97,7 @@ def test_nan_of_any_bits_stays_nan_and_infinity_infinity():
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3)])
 def test_writes_in_place_piece_by_piece(monkeypatch, shape):
-    monkeypatch.setattr(bf16_step, "CHUNK", 4)
+    monkeypatch.setattr(one_kernel, "CHUNK", 4)
     source = torch.ones(shape) + 2**-8
     target = torch.zeros(shape, dtype=torch.bfloat16)
     copy_rounded_(target, source, 0)
@@ -144,8 +144,8 @@ def test_where_it_compiles_pieces_are_no_views_and_the_change_shows_on_the_weigh
 
     source, target, expected = torch.randn(shape), torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16)
     copy_rounded_(expected, source, 7)
-    monkeypatch.setattr(bf16_step, "_write_on", lambda device: write)
-    monkeypatch.setattr(bf16_step, "CHUNK", 4)
+    monkeypatch.setattr(one_kernel, "_kernel", lambda *_: write)
+    monkeypatch.setattr(one_kernel, "CHUNK", 4)
     version = target._version
     copy_rounded_(target, source, 7)
     assert torch.equal(target, expected)
@@ -153,17 +153,21 @@ def test_where_it_compiles_pieces_are_no_views_and_the_change_shows_on_the_weigh
     assert target._version > version
 
 
-def test_where_compiling_fails_it_says_so_and_goes_on(monkeypatch):
+def test_where_compiling_fails_it_says_so_once_and_goes_on(monkeypatch):
+    tried = []
+
     def fail(*args, **kwargs):
+        tried.append(args)
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
-    write_on = bf16_step._write_on.__wrapped__
-    with (
-        pytest.warns(UserWarning, match=r"^BF16True: torch.compile fails here, .* no C compiler$"),
-        FakeTensorMode(),  # tensors on a GPU that is not there
-    ):
-        assert write_on(torch.device("cuda")) is bf16_step._write_rounded
+    monkeypatch.setattr(one_kernel, "_found", {})
+    with FakeTensorMode():  # tensors on a GPU that is not there
+        arguments = bf16_step._write_rounded, [torch.zeros(5, device="cuda")], lambda start: (), "BF16True"
+        with pytest.warns(UserWarning, match=r"^BF16True: torch.compile fails here, .* no C compiler$"):
+            assert one_kernel._kernel(*arguments) is bf16_step._write_rounded
+        assert one_kernel._kernel(*arguments) is bf16_step._write_rounded
+    assert len(tried) == 1
 
 
 def test_each_run_step_and_parameter_has_its_own_seed():

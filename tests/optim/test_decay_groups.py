@@ -143,6 +143,11 @@ def test_a_decay_that_cannot_be_is_refused(call, words):
         ({"pattern": "a", "lr_scale": math.nan}, "lr_scale=nan"),
         ({"pattern": "a", "weight_decay": -0.1}, r"weight_decay=-0\.1"),
         ({"pattern": "a", "weight_decay": math.inf}, "weight_decay=inf"),
+        ({"pattern": "a", "eps": -1e-8}, "eps=-1e-08"),
+        (
+            {"pattern": "a", "betas": (0.9, 1.0)},
+            r"^ParamRule\.betas=\(0\.9, 1\.0\) \(pattern 'a'\): give numbers",
+        ),
     ],
 )
 def test_a_rule_refuses_a_bad_setting(settings, message):
@@ -176,6 +181,15 @@ def test_the_table_by_hand():
         "decay:embed        1          20  0.00015    0.1\n"
         "total              7          68"
     )
+
+
+def test_the_table_has_betas_and_eps_where_groups_have_different_ones():
+    rules = [ParamRule("embed", betas=(0.9, 0.99)), ParamRule("norm", eps=1e-6)]
+    lines = groups_table(build_optimizer(Model(), rules=rules).param_groups, lr=0.0).splitlines()
+    assert [line.split()[5:] for line in lines] == [
+        ["betas", "eps"], ["(0.9,", "0.95)", "1e-08"], ["(0.9,", "0.95)", "1e-08"],
+        ["(0.9,", "0.99)", "1e-08"], ["(0.9,", "0.95)", "1e-06"], [],
+    ]  # fmt: skip
 
 
 def test_the_table_counts_a_parameter_that_deepspeed_has_partitioned_as_a_whole():

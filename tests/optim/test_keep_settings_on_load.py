@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.optim import build_optimizer
+from lightning_tricks.optim import ParamRule, build_optimizer
 
 
 class Net(nn.Module):
@@ -41,6 +41,17 @@ def test_state_comes_back_and_settings_are_the_recipes():
     for group, decay in zip(resumed.param_groups, (0.05, 0.0), strict=True):
         assert (group["lr"], group["betas"], group["eps"]) == (0.2, (0.7, 0.6), 1e-4)
         assert group["weight_decay"] == decay
+
+
+def test_betas_and_eps_of_a_rule_are_the_recipes_too():
+    saved, resumed = (
+        trained(Net("a", "b"), adamw(lr=0.1), rules=[ParamRule("^b", betas=betas, eps=eps)])
+        for betas, eps in (((0.8, 0.9), 1e-3), ((0.7, 0.6), 1e-4))
+    )
+    resumed.load_state_dict(saved.state_dict())
+    found = {group["name"]: (group["betas"], group["eps"]) for group in resumed.param_groups}
+    assert found["decay"] == found["no_decay"] == ((0.9, 0.999), 1e-8)
+    assert found["decay:^b"] == found["no_decay:^b"] == ((0.7, 0.6), 1e-4)
 
 
 def test_a_scheduler_made_after_the_load_starts_from_the_recipes_learning_rate():

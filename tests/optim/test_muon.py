@@ -13,7 +13,7 @@ from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim import Muon, MuonAdamW, build_optimizer, decay_groups
 from lightning_tricks.optim import muon as muon_module
 from lightning_tricks.optim.matrix_layout import MatrixLayout
-from lightning_tricks.optim.muon import orthogonalize
+from lightning_tricks.optim.muon import COEFFICIENTS, orthogonalize
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,65 @@ def test_where_bf16_is_slow_the_iteration_runs_in_fp32_and_stays_near_torchs_muo
     matrix = torch.randn(8, 16)
     exact = orthogonalize(matrix.bfloat16().double(), dtype=torch.float64)
     assert torch.equal(orthogonalize(matrix, dtype=torch.float32), exact)
+
+
+def polar_express(matrix, steps):
+    """Algorithm 1 of the paper, with its constants, in fp64."""
+    published = [
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    ]
+    x = matrix / (1.01 * torch.linalg.matrix_norm(matrix))
+    for step in range(steps):
+        a, b, c = 1.875, -1.25, 0.375
+        if step < 7:
+            a, b, c = (published[step][power] / 1.01 ** (2 * power + 1) for power in range(3))
+        product = x @ x.T
+        x = a * x + b * product @ x + c * product @ product @ x
+    return x
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
+@pytest.mark.parametrize("steps", [1, 5, 7, 10])
+def test_polar_express_is_the_papers_algorithm_also_for_other_numbers_of_steps(shape, steps):
+    torch.manual_seed(steps)
+    matrix = torch.randn(shape).bfloat16().double()
+    found = orthogonalize(matrix, steps, torch.float64, "polar_express").double()
+    torch.testing.assert_close(found, polar_express(matrix, steps), atol=2**-8, rtol=2**-8)
+
+
+@pytest.mark.parametrize(("kind", "lowest", "highest"), [("keller_jordan", 0.68, 1.14), ("polar_express", 0.87, 1.13)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_singular_values_come_near_one_and_nearer_with_polar_express(kind, lowest, highest, dtype):
+    torch.manual_seed(0)
+    for shape in ((32, 48), (48, 32), (3, 64, 96)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape), 5, dtype, kind).double())
+        assert lowest - 0.02 < values.min() < values.max() < highest + 0.02  # bf16 in the products
+    x = torch.logspace(-3, 0, 10_000, dtype=torch.float64) / (1.01 if kind == "polar_express" else 1)
+    polynomials = COEFFICIENTS[kind] * 5
+    for a, b, c in polynomials[:5]:
+        x = a * x + b * x**3 + c * x**5
+    bounds = {"keller_jordan": (0.47, 1.2024), "polar_express": (0.84, 1.1236)}[kind]
+    assert (x.min(), x.max()) == pytest.approx(bounds, abs=1e-3)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_muon_takes_the_coefficients_for_single_matrices_and_batches(adjust_lr_fn):
+    settings = {"lr": 0.02, "momentum": 0.0, "nesterov": False, "adjust_lr_fn": adjust_lr_fn}
+    shapes = [(24, 16), (16, 16), (16, 16), (16, 16)]
+    before, _ = steps(lambda params: Muon(params, **settings), shapes, count=0)
+    after, _ = steps(lambda params: Muon(params, **settings, coefficients="polar_express"), shapes, count=1)
+    for old, new in zip(before, after, strict=True):
+        factor = muon_module.SCALES[adjust_lr_fn](*new.shape)
+        update = polar_express(new.grad.bfloat16().double(), 5).float()
+        torch.testing.assert_close(
+            new.detach(), old.detach() - 0.02 * factor * update, atol=0.02 * factor * 0.05, rtol=0
+        )
 
 
 @pytest.mark.parametrize("began_fast", [True, False])
@@ -280,6 +339,11 @@ def test_a_step_is_skipped_on_the_device(options):
         ([nn.Parameter(torch.zeros(3, 4))], {"lr": -1.0}, "Muon.lr=-1.0: give a finite number"),
         ([nn.Parameter(torch.zeros(3, 4))], {"momentum": 1.0}, "Muon.momentum=1.0"),
         ([nn.Parameter(torch.zeros(3, 4))], {"ns_steps": 0}, "Muon.ns_steps=0"),
+        (
+            [nn.Parameter(torch.zeros(3, 4))],
+            {"coefficients": "quintic"},
+            "Muon.coefficients='quintic': give one of",
+        ),
         ([nn.Parameter(torch.zeros(3, 4))], {"momentum_warmup_steps": -1}, "momentum_warmup_steps=-1"),
     ],
 )

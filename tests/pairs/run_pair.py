@@ -39,6 +39,7 @@ from lightning_tricks import (
     MuonAdamW,
     OptimizerMixin,
     ParallelDims,
+    ParamRule,
     Preemption,
     RunLedger,
     SafeCheckpoint,
@@ -285,7 +286,9 @@ def optimizer_of(row: dict[str, Any]) -> Any:
         return lambda groups: schedulefree.AdamWScheduleFree(groups, lr=5e-3)
     return {
         "AdamW": lambda groups: torch.optim.AdamW(groups, lr=5e-3, fused=True),
-        "MuonAdamW": lambda groups: MuonAdamW(groups, lr=5e-3),
+        "MuonAdamW": lambda groups: MuonAdamW(
+            groups, lr=5e-3, cautious_weight_decay=True, coefficients="polar_express"
+        ),
         "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     }[row["optimizer"]]
 
@@ -374,6 +377,7 @@ def fit(
     parts = MICRO_BATCHES if in_parts else 1
     options = {"tokens": row["tokens"], "parts": parts, "experts": layout.experts, "schedule": schedule}
     options["freeze"] = list(map(re.escape, FROZEN)) if row["freeze"] else None
+    options["param_rules"] = [EMBEDDING_RULE] if row["optimizer"] != "SGD" else None
     model = Model(0.1 if remembers else 0.0, row["StepGuard"], **options, optimizer=optimizer_of(row))
     plugins: list[Any] = {"fp32": [], "BF16True": [BF16True()], "FP16Mixed": [FP16Mixed(init_scale=1024.0)]}[
         row["precision"]
@@ -412,6 +416,7 @@ def whole_state(module: Any) -> dict[str, Tensor]:
 MATRICES = [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in (0, 4)] + ["convolution.weight"]
 MATRICES += [f"mixture.experts.{name}" for name in ("gate", "up", "down")]
 FROZEN = ["embedding.weight", "blocks.1.4.weight"]
+EMBEDDING_RULE = ParamRule(role="embedding", betas=(0.9, 0.99), eps=1e-6)
 DECAYING = [*MATRICES, "embedding.weight", "lm_head.weight", "mixture.router.weight"]
 
 
@@ -421,10 +426,14 @@ def groups_of(optimizer: Any) -> dict[str, Any]:
     return {name: (group["name"], group["weight_decay"]) for group in groups for name in group["param_names"]}
 
 
-def groups_by_hand(names: Any, with_muon: bool) -> dict[str, Any]:
+def groups_by_hand(names: Any, optimizer: str) -> dict[str, Any]:
     """The same, from a list of the hidden matrices and of what decays."""
-    prefix = {name: ("muon:" if name in MATRICES else "adamw:") if with_muon else "" for name in names}
+    prefix = dict.fromkeys(names, "")
+    if optimizer == "MuonAdamW":
+        prefix = {name: "muon:" if name in MATRICES else "adamw:" for name in names}
     decays = {name: ("decay", 0.1) if name in DECAYING else ("no_decay", 0.0) for name in names}
+    if optimizer != "SGD":
+        decays["embedding.weight"] = (f"decay:{EMBEDDING_RULE.label}", 0.1)
     return {name: (prefix[name] + decays[name][0], decays[name][1]) for name in names}
 
 
@@ -541,7 +550,7 @@ def run_row(row: dict[str, Any], folder: Path, tokens: Path) -> tuple[list[str],
         found += next(one for one in each.callbacks if isinstance(one, LossesByHand)).differences()
     found += not_finite("end", state_of(model, trainer)) if row["StepGuard"] else []
     trained = [name for name, one in model.named_parameters() if one.requires_grad]
-    by_hand = groups_by_hand(trained, row["optimizer"] == "MuonAdamW")
+    by_hand = groups_by_hand(trained, row["optimizer"])
     found += [f"{name} is trained" for name in trained if row["freeze"] and name in FROZEN]
     found += different("groups", by_hand, groups_of(trainer.optimizers[0]))
     if trainer.is_global_zero:
