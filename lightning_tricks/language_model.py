@@ -82,9 +82,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             differ from block to block. None is `none`.
         compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU only.
         fused_projections: Train with one product for queries, keys and values, and one for gate and up.
-        z_loss: Weight of a loss that keeps log(Z) near 0, where Z is the sum of exp(logits) of a token: z_loss *
-            log(Z)^2 is added to the loss of each label that counts. The gradient has it in it; `train/loss` and all
-            other losses that are logged are the cross-entropy alone. 1e-4 is OLMo's.
+        z_loss: Weight of log(Z)^2, added to the loss. Z is the sum of exp(logits) for each label that counts, and stays
+            near 1, so that logits do not drift. The gradient has it in it; `train/loss` and all other losses that are
+            logged are the cross-entropy alone. 1e-4 is OLMo's.
         **kwargs: The arguments of `OptimizerMixin`.
 
     Raises:
