@@ -82,6 +82,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             differ from block to block. None is `none`.
         compile_blocks: Compile each block with `torch.compile`. `auto` does so on a GPU only.
         fused_projections: Train with one product for queries, keys and values, and one for gate and up.
+        z_loss: Weight of log(Z)^2, added to the loss. Z is the sum of exp(logits) for each label that counts, and stays
+            near 1, so that logits do not drift. The gradient has it in it; `train/loss` and all other losses that are
+            logged are the cross-entropy alone. 1e-4 is OLMo's.
         **kwargs: The arguments of `OptimizerMixin`.
 
     Raises:
@@ -93,6 +96,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
     activation_checkpointing: Checkpointing
     compile_blocks: bool | Literal["auto"]
     fused_projections: bool
+    z_loss: float
     decoder: Decoder | None
     _metric_buffer: MetricBuffer | None = None  # of the fit
     _pipeline: Any = None  # of FSDP2Strategy with stages
@@ -108,6 +112,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             activation_checkpointing: Checkpointing | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
             fused_projections: bool = False,
+            z_loss: float = 0.0,
             *,
             optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = ...,
             schedule: Schedule | None = ...,
@@ -126,6 +131,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             activation_checkpointing: Checkpointing | None = "none",
             compile_blocks: bool | Literal["auto"] = False,
             fused_projections: bool = False,
+            z_loss: float = 0.0,
             **kwargs: Any,
         ) -> None:
             super().__init__(**kwargs)
@@ -134,7 +140,9 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
             self.activation_checkpointing = check_checkpointing(activation_checkpointing)
             if compile_blocks not in (True, False, "auto"):
                 raise UsageError(f"compile_blocks={compile_blocks!r}: give true, false or auto")
-            self.compile_blocks, self.fused_projections = compile_blocks, fused_projections
+            if not 0 <= z_loss < float("inf"):
+                raise UsageError(f"z_loss={z_loss}: give a number from 0 on, such as 1e-4")
+            self.compile_blocks, self.fused_projections, self.z_loss = compile_blocks, fused_projections, z_loss
             self.decoder = None
             self.token_loss, self.bits_per_byte, self._of_sources = TokenLoss(), BitsPerByte(), {}
 
@@ -177,6 +185,7 @@ class LanguageModel(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.Li
         products = [param for part in (decoder.blocks, decoder.head) for param in part.parameters() if param.ndim > 1]
         if not all(param.requires_grad for param in products):
             self.flops_per_token = None  # type: ignore[assignment]  # MFUMonitor counts: the formula trains all products
+        decoder.head.z_loss = self.z_loss
         decoder.fuse_projections(self.fused_projections)
         decoder.set_activation_checkpointing(self.activation_checkpointing)
         plugin: Any = strategy.precision_plugin if strategy is not None else None

@@ -70,24 +70,25 @@ def same_weights(one: LanguageModel, other: LanguageModel) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def plain_step(whole: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+def plain_step(whole: dict[str, torch.Tensor], z_loss: float = 0.0) -> tuple[float, list[torch.Tensor]]:
     """Loss and weights after one SGD step on the mean over all counted tokens, without Lightning."""
     model = built()
-    logits = model(whole["input_ids"])
-    loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten(), ignore_index=-100)
-    loss.backward()
+    logits, labels = model(whole["input_ids"]).flatten(0, 1), whole["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=-100)
+    (loss + z_loss * logits[labels != -100].logsumexp(1).square().mean()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.5 * parameter.grad
     return loss.item(), [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_a_step_over_ragged_micro_batches_is_the_step_of_the_mean_over_all_tokens(micro_batches):
+def test_a_step_over_ragged_micro_batches_is_the_step_of_the_mean_over_all_tokens(micro_batches, z_loss):
     whole = ragged(8)
     whole["labels"][6:] = -100  # of the last of four micro-batches no label counts
-    loss, expected = plain_step(whole)
-    model = make()
+    loss, expected = plain_step(whole, z_loss)
+    model = make(z_loss=z_loss)
     trainer = fit(model, split(whole, 8 // micro_batches), accumulate_grad_batches=micro_batches)
     assert trainer.callback_metrics["train/loss"].item() == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-5, atol=1e-6)
@@ -114,6 +115,31 @@ def test_validation_figures_are_sums_over_the_set_not_means_of_batches():
     assert metrics["val/loss"] == pytest.approx(nats / tokens, rel=1e-6)
     assert metrics["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / 23, rel=1e-6)
     assert evaluate("test", model, split(whole, 3))["test/loss"] == pytest.approx(nats / tokens, rel=1e-6)
+
+
+class Told(pl.Callback):
+    """The losses of the labels of the last batch."""
+
+    def on_token_losses(self, trainer, pl_module, losses, batch):
+        self.losses = losses
+
+
+def test_z_loss_changes_the_weights_and_no_loss_that_is_told():
+    data, found = split(ragged(4), 4), []
+    for z_loss in (0.0, 0.1):
+        model, told = make(z_loss=z_loss), Told()
+        trainer = runs.fit(model, told, data=data, max_steps=1, log_every_n_steps=1).trainer
+        validated = evaluate("validate", make(z_loss=z_loss), data)
+        found.append((model, told.losses, trainer.callback_metrics["train/loss"], validated))
+    (plain, *of_plain), (other, *of_other) = found
+    assert not same_weights(plain, other)
+    torch.testing.assert_close(of_plain, of_other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("z_loss", [-1e-4, float("inf"), float("nan")])
+def test_a_z_loss_that_is_no_weight_is_refused(z_loss):
+    with pytest.raises(UsageError, match=rf"^z_loss={z_loss}: give a number from 0 on, such as 1e-4$"):
+        make(z_loss=z_loss)
 
 
 def test_bits_per_byte_is_left_out_where_bytes_are_not_known():

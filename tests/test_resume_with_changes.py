@@ -87,6 +87,7 @@ HERE = {
     "`max_seq_len`, `rope_theta`": Refused(
         shape(max_seq_len=32), "16, the recipe's 32: give the decoder max_seq_len=16"
     ),
+    "`z_loss`": GoesOn({"z_loss": 0.1}, weights=False),
     "`logit_softcap`": Refused(shape(logit_softcap=15.0), "has logit_softcap=None, the recipe's 15.0"),
     "`init_std`, `zero_init_outputs`": GoesOn(shape(init_std=0.5)),
     "`activation_checkpointing`": GoesOn({"activation_checkpointing": {"budget": 0.3}}),
@@ -139,7 +140,7 @@ def train(folder: Path, ckpt_path=None, *, save=None, files="files", callbacks=(
     of_data = ("micro_batch_size", "seq_len", "seed", "num_workers")
     given = [
         {name: options.pop(name) for name in names if name in options}
-        for names in ((*of_model, "activation_checkpointing", "fused_projections"), of_data)
+        for names in ((*of_model, "activation_checkpointing", "fused_projections", "z_loss"), of_data)
     ]
     model = lt.LanguageModel(**{**shape(), "optimizer": adamw(), "schedule": LINEAR, **given[0]})
     paths = {name: str(folder / files / f"{name}.bin") for name in ("train", "val")}

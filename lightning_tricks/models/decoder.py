@@ -137,11 +137,13 @@ class Head(nn.Linear):
 
     Attributes:
         softcap: of the logits and of the loss, see `linear_cross_entropy`.
+        z_loss: in the gradient of the loss alone, see there.
         compiled: whether the loss is compiled, where that pays; see there.
         token_losses: a list to which each call with labels adds the loss of each label, (batch, length) fp32 nats, 0
             where it does not count.
     """
 
+    z_loss = 0.0
     compiled = False
     token_losses: list[Tensor] | None = None
 
@@ -157,7 +159,7 @@ class Head(nn.Linear):
         if labels is not None:
             each = None if self.token_losses is None else torch.empty(labels.numel(), device=labels.device)
             x, flat = features.flatten(0, 1), labels.flatten()
-            how: Any = {"compiled": self.compiled, "each": each, "softcap": self.softcap}
+            how: Any = {"compiled": self.compiled, "each": each, "softcap": self.softcap, "z_loss": self.z_loss}
             nats = linear_cross_entropy(x, self.weight, flat, **how)
             if each is not None and self.token_losses is not None:
                 self.token_losses.append(each.view(labels.shape))

@@ -30,13 +30,15 @@ def nats_and_gradient(
     first: int = 0,
     each: Tensor | None = None,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     wants_gradient: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of cross-entropies of (N, V) logits with (N,) labels, and its gradient with respect to the logits, in fp32.
 
     Logits that are fp32 already are overwritten. Where the ranks of `group` have parts of the vocabulary, the logits
     and their gradient are those of this rank's part, which begins at token `first`; the sum is the same on all.
-    The summands are written to `each`, (N,) fp32. `softcap` is of `softcapped`; its gradient takes one more tensor.
+    The summands are written to `each`, (N,) fp32. `softcap` is of `softcapped`; its gradient takes one more tensor. The
+    gradient is that of the sum plus `z_loss` times the sum of log(Z)^2, where Z is the sum of exp(logits).
     """
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1) - first
@@ -61,12 +63,16 @@ def nats_and_gradient(
         sums = torch.stack((total, torch.where(is_here, at_target, 0.0)))
         dist.all_reduce(sums, group=group)
         total, at_target = sums
-    nats = torch.where(counted, total.log() - at_target, 0.0)
+    log_total = total.log()
+    nats = torch.where(counted, log_total - at_target, 0.0)
     if each is not None:
         each.copy_(nats)
     if not wants_gradient:
         return nats.sum(), None
-    z.mul_((counted / total).unsqueeze(1))
+    factor = counted / total
+    if z_loss:
+        factor *= 1 + 2 * z_loss * (log_total + largest.squeeze(1))
+    z.mul_(factor.unsqueeze(1))
     z.scatter_add_(1, target, -is_here.to(z.dtype).unsqueeze(1))
     return nats.sum(), z if slope is None else z.mul_(slope)
 
@@ -78,6 +84,7 @@ def for_the_compiler(
     wants_gradient: bool,
     each: Tensor | None = None,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """`nats_and_gradient` of one rank, the gradient in the dtype of the logits: the compiler makes two kernels of it.
 
@@ -86,15 +93,20 @@ def for_the_compiler(
     counted = labels != ignore_index
     target = torch.where(counted, labels, 0).unsqueeze(1)
     capped = softcapped(logits.float(), softcap)
-    z = capped - capped.amax(1, keepdim=True)
+    largest = capped.amax(1, keepdim=True)
+    z = capped - largest
     total = z.exp().sum(1)
-    summands = torch.where(counted, total.log() - z.gather(1, target).squeeze(1), 0.0)
+    log_total = total.log()
+    summands = torch.where(counted, log_total - z.gather(1, target).squeeze(1), 0.0)
     if each is not None:
         each.copy_(summands)
     nats = summands.sum()
     if not wants_gradient:
         return nats, None
-    probability = z.exp() * torch.where(counted, 1 / total, 0.0).unsqueeze(1)
+    factor = torch.where(counted, 1 / total, 0.0)
+    if z_loss:
+        factor = factor * (1 + 2 * z_loss * (log_total + largest.squeeze(1)))
+    probability = z.exp() * factor.unsqueeze(1)
     is_label = (torch.arange(z.shape[1], device=z.device) == target) & counted.unsqueeze(1)
     gradient = torch.where(is_label, probability - 1, probability)
     if softcap is not None:
@@ -122,6 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compiled: bool,
         each: Tensor | None,
         softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
         head = weight.to(x.dtype)
         nats = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -131,10 +144,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             piece = slice(begin, begin + rows)
             logits, of_piece = x[piece] @ head.T, None if each is None else each[piece]
             if compiled:
-                how: Any = (wants_gradient, of_piece, softcap)
+                how: Any = (wants_gradient, of_piece, softcap, z_loss)
                 some_nats, grad_logits = _compiled()(logits, labels[piece], ignore_index, *how)
             else:
-                how = (group, first, of_piece, softcap, wants_gradient)
+                how = (group, first, of_piece, softcap, z_loss, wants_gradient)
                 some_nats, grad_logits = nats_and_gradient(logits, labels[piece], ignore_index, *how)
             nats += some_nats
             if grad_logits is not None:
@@ -155,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # of one dimension, so that the product is computed in fp32: 1 / tokens in bf16 would be wrong by up to 0.4 %
         scaled = torch.mul(grad_x, grad.float().view(1), out=torch.empty_like(grad_x))
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 9
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), *[None] * 10
 
 
 def linear_cross_entropy(
@@ -167,6 +180,7 @@ def linear_cross_entropy(
     compiled: bool = False,
     each: Tensor | None = None,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of -log softmax(x @ weight.T)[label], in nats.
 
@@ -184,6 +198,8 @@ def linear_cross_entropy(
             a slice is then read and written once or twice, in place of a dozen times in fp32.
         each: (N,) fp32, to which the summands are written; it has no gradient.
         softcap: bounds the logits before the softmax: softcap * tanh(logits / softcap). None: they are as they are.
+        z_loss: weight of log(Z)^2, summed over the tokens that count, where Z is the sum of exp(logits) of a token. The
+            gradient has it in it, the value has not.
 
     Returns:
         Scalar fp32 tensor.
@@ -193,7 +209,8 @@ def linear_cross_entropy(
 
     Source: Liger Kernel (Hsu et al. 2024), src/liger_kernel/ops/fused_linear_cross_entropy.py of
     https://github.com/linkedin/Liger-Kernel, which does the same in Triton; the cap: `final_logit_softcap` of
-    https://github.com/google-deepmind/gemma/blob/main/gemma/gm/nn/_transformer.py.
+    https://github.com/google-deepmind/gemma/blob/main/gemma/gm/nn/_transformer.py; z-loss:
+    https://github.com/allenai/OLMo-core/blob/main/src/olmo_core/nn/functional/cross_entropy_loss.py.
     """
     rows = rows or (ROWS_ON_CPU if x.device.type == "cpu" else ROWS)
     # asked here: autograd turns gradients off within forward, and its `needs_input_grad` is true under `no_grad` too
@@ -201,5 +218,5 @@ def linear_cross_entropy(
     weight, group, first = local_rows(weight)
     x = x.to(matmul_dtype(x))
     compiled = compiled and x.is_cuda and group is None
-    options = (ignore_index, rows, wants_gradient, group, first, compiled, each, softcap)
+    options = (ignore_index, rows, wants_gradient, group, first, compiled, each, softcap, z_loss)
     return _LinearCrossEntropy.apply(x, weight, labels, *options)

@@ -25,7 +25,7 @@ from lightning_tricks.data import ShardWriter
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.loggers import ResumingTensorBoardLogger
 from lightning_tricks.models import GPT2, Decoder, Llama
-from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy
+from lightning_tricks.models.linear_cross_entropy import linear_cross_entropy, softcapped
 from lightning_tricks.schedules import WarmupCosine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -91,15 +91,19 @@ def test_compiled_blocks_equal_eager_ones(config, checkpointing):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("rows", [None, 100], ids=["one_slice", "slices"])
-def test_the_fused_loss_is_cross_entropy(rows, compiled):
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (2.0, 0.01)], ids=["plain", "cap and z-loss"])
+def test_the_fused_loss_is_cross_entropy(softcap, z_loss, rows, compiled):
     x, weight = torch.randn(257, 64, device=DEVICE, requires_grad=True), torch.randn(999, 64, device=DEVICE)
     weight = (0.1 * weight).requires_grad_()
     labels = torch.randint(0, 999, (257,), device=DEVICE)
     labels[::7] = -100
-    expected = F.cross_entropy(x @ weight.T, labels, reduction="sum")
-    wanted = torch.autograd.grad(expected, (x, weight))
+    logits = softcapped(x @ weight.T, softcap)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    penalty = z_loss * logits[labels != -100].logsumexp(1).square().sum()
+    wanted = torch.autograd.grad(expected + penalty, (x, weight))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    loss = linear_cross_entropy(x, weight, labels, rows=rows, compiled=compiled)
+    options = {"rows": rows, "compiled": compiled, "softcap": softcap, "z_loss": z_loss}
+    loss = linear_cross_entropy(x, weight, labels, **options)
     assert compiled == (torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for got, want in zip(torch.autograd.grad(loss, (x, weight)), wanted, strict=True):

@@ -30,12 +30,15 @@ def reference(x, weight, labels):
     return F.cross_entropy((x @ weight.to(x.dtype).T).float(), labels, ignore_index=-100, reduction="sum")
 
 
-def in_fp64(x, weight, labels, softcap):
-    """The loss and the gradients of both, by autograd."""
+def in_fp64(x, weight, labels, softcap, z_loss):
+    """The loss, and by autograd the gradients of the loss with its z-loss."""
     x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    logits = softcap * torch.tanh(x @ weight.T / softcap)
+    logits = x @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     nats = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return nats.item(), *(gradient.float() for gradient in torch.autograd.grad(nats, (x, weight)))
+    whole = nats + z_loss * logits[labels != -100].logsumexp(1).square().sum()
+    return nats.item(), *(gradient.float() for gradient in torch.autograd.grad(whole, (x, weight)))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 37, 100])
@@ -51,15 +54,17 @@ def test_value_and_gradients_equal_the_plain_formula_for_every_slicing(rows):
 
 
 @pytest.mark.parametrize("rows", [8, 100])
-@pytest.mark.parametrize("softcap", [0.5, 3.0, 1000.0])
-def test_capped_logits_are_the_formula_in_fp64(softcap, rows):
+@pytest.mark.parametrize(
+    ("softcap", "z_loss"), [(0.5, 0.0), (3.0, 0.0), (1000.0, 0.0), (None, 0.1), (None, 1e-4), (3.0, 0.1)]
+)
+def test_cap_and_z_loss_are_their_formulas_in_fp64(softcap, z_loss, rows):
     x, weight, labels = problem()
     each = torch.empty(len(x))
-    loss = linear_cross_entropy(x, weight, labels, rows=rows, each=each, softcap=softcap)
+    loss = linear_cross_entropy(x, weight, labels, rows=rows, each=each, softcap=softcap, z_loss=z_loss)
     loss.backward()
-    nats, *gradients = in_fp64(x, weight, labels, softcap)
-    with torch.no_grad():
-        assert loss.item() == linear_cross_entropy(x, weight, labels, rows=rows, softcap=softcap).item()
+    nats, *gradients = in_fp64(x, weight, labels, softcap, z_loss)
+    with torch.no_grad():  # where z_loss changes nothing
+        assert loss.item() == linear_cross_entropy(x, weight, labels, rows=rows, softcap=softcap, z_loss=9.0).item()
     assert loss.item() == pytest.approx(nats, rel=1e-6)
     assert each.sum().item() == pytest.approx(nats, rel=1e-6)
     for found, exact in zip((x.grad, weight.grad), gradients, strict=True):
@@ -132,16 +137,17 @@ def test_without_gradients_it_multiplies_once_and_keeps_nothing(context):
     assert loss.item() == pytest.approx(reference(x, weight, labels).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (15.0, 0.0), (None, 0.01), (15.0, 0.01)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_compiled_on_cuda_is_the_same_formula_in_one_graph(dtype, softcap):
+def test_what_is_compiled_on_cuda_is_the_same_formula_in_one_graph(dtype, softcap, z_loss):
     generator = torch.Generator().manual_seed(0)
     logits = (30 * torch.randn(37, 50, generator=generator)).to(dtype)
     labels = torch.randint(0, 50, (37,), generator=generator)
     labels[::5] = -100
     graph = torch.compile(for_the_compiler, backend="eager", fullgraph=True)
-    nats, gradient = graph(logits, labels, -100, True, softcap=softcap)
-    expected, expected_gradient = nats_and_gradient(logits.clone(), labels, -100, softcap=softcap)
+    nats, gradient = graph(logits, labels, -100, True, softcap=softcap, z_loss=z_loss)
+    options = {"softcap": softcap, "z_loss": z_loss}
+    expected, expected_gradient = nats_and_gradient(logits.clone(), labels, -100, **options)
     torch.testing.assert_close(nats, expected, rtol=1e-6, atol=0)
     assert gradient.dtype == dtype
     torch.testing.assert_close(gradient, expected_gradient.to(dtype), rtol=1e-5, atol=1e-7)

@@ -61,6 +61,7 @@ from lightning_tricks.logs.ledger_diff import compare
 from lightning_tricks.logs.ledger_file import read_ledger
 from lightning_tricks.metrics.metric_buffer import MetricBuffer
 from lightning_tricks.metrics.step_loss import LOSS
+from lightning_tricks.models.decoder import Head
 from lightning_tricks.models.moe import Mixture
 
 ROWS, LENGTH, STEPS = 4, 8, 10
@@ -134,15 +135,16 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
         self.mixture = Mixture(EXPERTS, None) if experts else None
         for weight in self.mixture.parameters() if self.mixture else ():
             nn.init.normal_(weight, std=0.2)
-        self.lm_head = nn.Linear(16, 64)
+        self.lm_head = Head(16, 64, softcap=4.0)
+        self.lm_head.z_loss = 0.01
         self.losses: list[tuple[int, float]] = []
         self.validated: list[tuple[int, float]] = []
         self.learning_rates: list[tuple[int, list[float]]] = []
 
     def parallel_plan(self) -> dict[str, str]:
         # between the matrices each rank has whole activations, as BatchNorm, Dropout and the convolution need
-        divided = dict.fromkeys(("blocks.*.0", "blocks.*.4", "lm_head"), "colwise_gather_output")
-        return {**divided, "embedding": "embedding_rowwise"}
+        divided = dict.fromkeys(("blocks.*.0", "blocks.*.4"), "colwise_gather_output")
+        return {**divided, "embedding": "embedding_rowwise", "lm_head": "vocabulary"}
 
     def pipeline_plan(self) -> dict[str, str]:
         return {"embedding": "first", "convolution": "last", "norm": "last", "lm_head": "last"}
@@ -157,8 +159,7 @@ class Model(GradientClippingMixin, TokenMeanMixin, OptimizerMixin, pl.LightningM
         if self.mixture is not None:
             out, of_experts, _ = self.mixture(hidden)
             hidden = hidden + out
-        logits = self.lm_head(self.norm(hidden)).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + of_experts
+        return self.lm_head(self.norm(hidden), labels) + of_experts
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         parts = zip(ids.chunk(self.parts), labels.chunk(self.parts), strict=True)

@@ -205,18 +205,18 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: Ours(LLAMA),
-    "normed": lambda: Ours(NORMED),
+    "normed": lambda: Ours(NORMED, z_loss=0.01),
     "wide": lambda: Ours(WIDE),
     "fused": lambda: Fused(LLAMA),
     "fused gpt2": lambda: Fused(GPT2(**SIZES, n_heads=4, activation="swiglu")),
     "fused experts": lambda: Fused(EXPERTS),
-    "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4, logit_softcap=CAP)),
+    "gpt2": lambda: Ours(GPT2(**SIZES, n_heads=4, logit_softcap=CAP), z_loss=0.01),
     "deep": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2)),
     "deep, fused": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True),
     "deep, fused, budget": lambda: Ours(
         Llama(**DEEP, n_heads=4, n_kv_heads=2), fused_projections=True, activation_checkpointing={"budget": 0.5}
     ),
-    "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4, logit_softcap=CAP)),
+    "deep gpt2": lambda: Ours(GPT2(**DEEP, n_heads=4, logit_softcap=CAP), z_loss=0.01),
     "deep muon": lambda: Ours(Llama(**DEEP, n_heads=4, n_kv_heads=2), lambda groups: MuonAdamW(groups, lr=0.01)),
     "muon": lambda: Ours(LLAMA, lambda groups: MuonAdamW(groups, lr=0.01)),
     "adamw": lambda: Ours(NORMED, lambda groups: torch.optim.AdamW(groups, lr=1e-3)),
