@@ -113,8 +113,6 @@ class Speedup:
         high: upper end, which may be infinite.
         refusal: as of `Forecast`.
         method: `floor` by the law, or `local slope` by the slope of the ladder around the two runs.
-        noise: as of `Forecast`, from the seeds of the two recipes too.
-        noise_df: likewise.
     """
 
     factor: float
@@ -122,8 +120,6 @@ class Speedup:
     high: float
     refusal: str | None
     method: Literal["floor", "local slope"]
-    noise: float
-    noise_df: int
 
 
 def forecast(rungs: Sequence[Rung], flops: float) -> Forecast:
@@ -165,13 +161,7 @@ def forecast(rungs: Sequence[Rung], flops: float) -> Forecast:
 
 
 def _why_no_forecast(found: Forecast, points: "_Points", repeats: bool, shift: float, gain: float) -> str | None:
-    """Why a forecast is refused.
-
-    Args:
-        repeats: whether the largest rung repeats data.
-        shift: by which the loss moves without the smallest rung.
-        gain: by which it falls from the largest rung on.
-    """
+    """Why a forecast is refused; the smallest rung moves the loss by `shift`, which falls by `gain` from the top on."""
     span, width = math.exp(-points.x[0]), found.high - found.low
     furthest = math.sqrt(span) if found.has_floor else min(FURTHEST_WITHOUT_FLOOR, math.sqrt(span))
     if len(points.x) < LEAST_RUNGS:
@@ -231,7 +221,7 @@ def speedup(rungs: Sequence[Rung], run_a: SeededLosses, run_b: SeededLosses) -> 
     logs = np.where(known, logs, math.inf) + place_a - place_b  # a draw without an answer widens the upper end
     low, factor, high = np.exp(np.quantile(logs, (_ENDS[0], 0.5, _ENDS[1]), method="inverted_cdf"))
     method: Literal["floor", "local slope"] = "floor" if has_floor else "local slope"
-    found = Speedup(float(factor), float(low), float(high), None, method, points.noise, points.noise_df - PRIOR_DF)
+    found = Speedup(float(factor), float(low), float(high), None, method)
     noise = float(np.quantile(np.abs(errors), 0.95))  # 2 standard deviations, or more where few seeds tell them
     return replace(found, refusal=_why_no_speedup(found, abs(falls), noise, math.exp(max(place_a, place_b)), above))
 

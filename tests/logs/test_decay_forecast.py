@@ -1,0 +1,99 @@
+"""The end of a decay is that of the law on curves made by it, and refused where the logs do not tell it."""
+
+import numpy as np
+import pytest
+
+from lightning_tricks._core.errors import UsageError
+from lightning_tricks.logs.decay_forecast import LossCurve, decay_forecast
+
+WARMUP, STEPS, EVERY = 100, 4000, 20
+
+
+def law(lrs, beta=0.6, gamma=0.65):
+    """The losses after each step, by the formula of the paper; the peak of the learning rates is 1."""
+    falls, sums = -np.diff(lrs, prepend=lrs[0]), np.cumsum(lrs)
+    gains = np.zeros(len(lrs))
+    for k in np.flatnonzero(falls > 0):
+        since = sums[k:] - sums[k] + lrs[k]
+        gains[k:] += 0.15 * falls[k] * (1 - (1 + 0.02 * max(lrs[k], 1e-6) ** -gamma * since) ** -beta)
+    return 2.7 + 20 * sums**-0.45 - gains
+
+
+def stable(steps=STEPS):
+    return np.minimum(np.arange(1, steps + 1) / WARMUP, 1.0)
+
+
+def decayed(start, steps, end=0.1):
+    """The learning rates of a linear decay after a stable phase."""
+    return np.append(stable(start), np.linspace(1, end, steps + 1)[1:])
+
+
+def curve(lrs, peak=1.0, noise=0.0, **options):
+    """A log of every 20th step."""
+    steps = np.arange(EVERY, len(lrs) + 1, EVERY)
+    losses = law(lrs, **options)[steps - 1] + noise * np.random.default_rng(0).standard_normal(len(steps))
+    return LossCurve(steps, losses, peak * lrs[steps - 1])
+
+
+AHEAD = decayed(STEPS, 800)[STEPS:]
+EARLIER = decayed(2000, 400)
+
+
+@pytest.mark.parametrize("peak", [1.0, 3e-4])
+def test_the_end_of_a_decay_is_that_of_the_law(peak):
+    found = decay_forecast(curve(stable(), peak), peak * AHEAD, [curve(EARLIER, peak)])
+    end, now = law(decayed(STEPS, 800))[-1], law(stable())[-1]
+    assert now - end > 0.09
+    assert found.loss == pytest.approx(end, abs=0.04 * (now - end))
+    assert found.gain == pytest.approx(now - end, rel=0.04)
+    assert found.low < found.loss - 0.2 * found.gain
+    assert found.high > found.loss + 0.2 * found.gain
+    assert found.refusal is None
+
+
+def test_other_lengths_and_shapes_and_other_exponents_are_told_within_the_interval():
+    true = {"beta": 0.5, "gamma": 0.5}
+    for lrs in (decayed(STEPS, 400, 0.0), np.append(stable(), np.geomspace(1, 0.05, 1600))):
+        found = decay_forecast(curve(stable(), **true), lrs[STEPS:], [curve(EARLIER, **true)])
+        assert found.low < law(lrs, **true)[-1] < found.high
+        assert found.loss == pytest.approx(law(lrs, **true)[-1], abs=0.2 * found.gain)
+
+
+def test_a_noisy_log_of_a_run_that_has_decayed_before_needs_no_other():
+    lrs = np.concatenate([decayed(1500, 300, 0.2), np.ones(STEPS - 1800)])
+    found = decay_forecast(curve(lrs, noise=0.003), AHEAD)
+    assert found.low < law(np.append(lrs, AHEAD))[-1] < found.high
+    assert found.refusal is None
+
+
+@pytest.mark.parametrize(
+    ("run", "others", "line"),
+    [
+        (curve(stable(460)), [curve(EARLIER)], "19 points after the warmup: a log needs 20 or more"),
+        (curve(stable()), [], "the learning rate never fell: add the log of a short decay, as of a branch"),
+        (curve(stable()), [curve(decayed(2000, 400, 0.95))], "the learning rate never fell"),
+        (curve(stable(), noise=0.1), [curve(EARLIER, noise=0.1)], "the law is off by 0."),
+        (
+            LossCurve(np.arange(1, 101), np.linspace(3, 4, 100), np.linspace(1, 0.1, 100)),
+            [],
+            "the losses do not fall with the steps and with the learning rate, as by the law",
+        ),
+    ],
+)
+def test_a_refusal_says_why(run, others, line):
+    found = decay_forecast(run, AHEAD, others)
+    assert found.refusal is not None
+    assert found.refusal.startswith(line)
+
+
+def test_twenty_points_after_the_warmup_are_enough():
+    assert decay_forecast(curve(stable(480)), AHEAD, [curve(EARLIER)]).refusal is None
+
+
+def test_broken_logs_are_errors():
+    steps = np.arange(1, 31)
+    with pytest.raises(UsageError, match="a log needs equally many steps, losses and learning rates"):
+        LossCurve(steps, np.ones(29), np.ones(30))
+    for losses, of in ((np.full(30, np.nan), steps), (np.ones(30), steps[::-1])):
+        with pytest.raises(UsageError, match="not finite, or with steps that fall: leave these points out"):
+            LossCurve(of, losses, np.ones(30))
