@@ -20,6 +20,7 @@ LEAST_RUNGS = 4
 LEAST_SPAN = 10.0  # compute of the largest rung over that of the smallest
 FURTHEST_WITHOUT_FLOOR = 4.0  # times the compute of the largest rung
 FURTHEST_SPEEDUP = 10.0  # likewise
+CLEAR_FLOOR = 1.5  # times the convexity that noise gives one of twenty power laws: below it, a power law counts too
 WIDEST = 0.55  # of a forecast's interval, where the loss falls by 1 from the largest rung on
 WIDEST_SPEEDUP = 2.0  # upper end over lower end
 MOST_ABOVE = 0.05  # share of draws whose floor is above a loss
@@ -128,6 +129,7 @@ def forecast(rungs: Sequence[Rung], flops: float) -> Forecast:
     The loss is of a least-squares fit to the logs. The interval holds 90 % of a Bayesian posterior of the law and the
     noise, and 90 % of the same without the smallest rung, which is the likeliest to be off the law. Where no floor
     shows, the fit is the power law; its interval and that of a parabola in log-log, which follows a bend, are joined.
+    They are joined too where a floor may be noise.
 
     Args:
         rungs: in any order.
@@ -144,14 +146,15 @@ def forecast(rungs: Sequence[Rung], flops: float) -> Forecast:
     if len(rungs) < 3:
         few = f"{len(rungs)} rungs: a forecast needs {LEAST_RUNGS} or more"
         return Forecast(math.nan, math.nan, math.nan, distance, few, False, *noise)
-    target, has_floor = math.log(distance), points.shows_floor()
+    target, convexity = math.log(distance), points.convexity()
+    has_floor = convexity > 1
     loss, top = points.fitted(target, has_floor), points.fitted(0, has_floor)
     ends, shift = [points.posterior_interval(target)], 0.0
     if len(rungs) >= LEAST_RUNGS:
         upper = replace(points, x=points.x[1:], y=points.y[1:], seeds=points.seeds[1:])
         ends.append(upper.posterior_interval(target))
         shift = abs(upper.fitted(target, has_floor) - loss)
-    if not has_floor:
+    if convexity < CLEAR_FLOOR:
         ends += [points.polynomial_interval(degree, target) for degree in (1, 2)]
     low, high = min(loss, *(end[0] for end in ends)), max(loss, *(end[1] for end in ends))
     loss, low, high, shift, top = (value * points.scale for value in (loss, low, high, shift, top))
@@ -204,7 +207,7 @@ def speedup(rungs: Sequence[Rung], run_a: SeededLosses, run_b: SeededLosses) -> 
     floor, _, rate, sd = points.draws(rng)
     errors = _errors_of_difference(points, sd, run_a.losses, run_b.losses, rng)
     falls = run_a.log_loss - run_b.log_loss
-    has_floor, above = points.shows_floor(), 0.0
+    has_floor, above = points.convexity() > 1, 0.0
     if has_floor:
         count = len(run_a.losses) + len(run_b.losses)
         mean = (run_a.log_loss + run_b.log_loss) / 2 - math.log(points.scale)
@@ -219,7 +222,8 @@ def speedup(rungs: Sequence[Rung], run_a: SeededLosses, run_b: SeededLosses) -> 
         known = slopes > 0
         logs = (falls + errors) / np.where(known, slopes, 1)
     logs = np.where(known, logs, math.inf) + place_a - place_b  # a draw without an answer widens the upper end
-    low, factor, high = np.exp(np.quantile(logs, (_ENDS[0], 0.5, _ENDS[1]), method="inverted_cdf"))
+    with np.errstate(over="ignore"):
+        low, factor, high = np.exp(np.quantile(logs, (_ENDS[0], 0.5, _ENDS[1]), method="inverted_cdf"))
     method: Literal["floor", "local slope"] = "floor" if has_floor else "local slope"
     found = Speedup(float(factor), float(low), float(high), None, method)
     noise = float(np.quantile(np.abs(errors), 0.95))  # 2 standard deviations, or more where few seeds tell them
@@ -256,7 +260,7 @@ def _why_no_speedup(found: Speedup, difference: float, noise: float, distance: f
         return f"the losses differ by {difference:.2%}, and by up to {noise:.2%} from seeds alone: add seeds to both"
     if above > MOST_ABOVE:
         return "a loss is as low as the floor of the ladder may be: add a larger rung"
-    if found.high > WIDEST_SPEEDUP * found.low:
+    if found.high > min(WIDEST_SPEEDUP * found.low, 1e300):  # also where both are infinite
         return f"the interval is from {found.low:.3g} to {found.high:.3g}: add seeds, or a larger rung"
     return None
 
@@ -300,15 +304,15 @@ class _Points:
         top, scale = float(flops[-1]), math.exp(means[-1])
         return cls(np.log(flops / top), np.exp(means - means[-1]), seeds, top, scale, noise, df + PRIOR_DF)
 
-    def shows_floor(self) -> bool:
-        """Whether log loss over log compute is convex beyond its noise."""
+    def convexity(self) -> float:
+        """Of log loss over log compute, over what noise gives one of twenty power laws: above 1 it is a floor."""
         found, covariance, _, df = self.polynomial(2)
-        return bool(found[0] > student_t(_ENDS[1], df) * math.sqrt(covariance[0, 0]))
+        return float(found[0]) / (student_t(_ENDS[1], df) * math.sqrt(covariance[0, 0]))
 
     def fitted(self, target: float, has_floor: bool) -> float:
         """The loss at a log compute by least squares of the log loss."""
         if not has_floor:
-            return math.exp(np.polyval(self.polynomial(1)[0], target))
+            return _exp(float(np.polyval(self.polynomial(1)[0], target)))
         floor, rest, rate = self.least_squares()
         return floor + rest * math.exp(-rate * target)
 
@@ -379,13 +383,17 @@ class _Points:
         found, covariance, variance, df = self.polynomial(degree)
         terms = np.vander([target], degree + 1)[0]
         half = student_t(_ENDS[1], df) * math.sqrt(terms @ covariance @ terms + variance)
-        return math.exp(terms @ found - half), math.exp(terms @ found + half)
+        return _exp(terms @ found - half), _exp(terms @ found + half)
 
     def local_slope(self, place: float) -> tuple[float, float, int]:
         """By which the log loss falls a unit of log compute around a place, its error, and the df of that."""
         first = int(np.argsort(np.abs(self.x - place))[:_LOCAL].min())
         found, covariance, _, df = self.polynomial(1, slice(first, first + _LOCAL))
         return -float(found[0]), math.sqrt(covariance[0, 0]), df
+
+
+def _exp(log: float) -> float:
+    return math.exp(max(min(log, 700.0), -700.0))  # of a target that is far off the rungs
 
 
 def _check(flops: float, losses: Sequence[float]) -> None:

@@ -155,8 +155,7 @@ def test_intervals_of_forecasts_from_ladders_hold_the_loss_and_sound_ladders_are
     result = json.loads(newest_file("ladder-laws").read_text(encoding="utf-8"))
     rows = {(row["ladder"], row["distance"]): row for row in result["forecasts"]}
     assert all(rows["the law holds", distance]["refused"] <= 0.15 for distance in (4, 10))
-    known_misses = [("noise of 1 %", 4), ("noise of 1 %", 10)]
-    for key, row in rows.items():
-        assert row["answered"] < FEW or row["coverage"] >= 0.88 or key in known_misses, key
+    for key, row in rows.items():  # seeds of real runs made half of such a noise or less
+        assert row["answered"] < FEW or row["coverage"] >= 0.88 or key == ("noise of 1 %", 4), key
     for row in result["speedups"]:  # of equal recipes the ones not refused are those that seeds have made different
         assert row["coverage" if row["difference"] else "coverage_with_refused"] >= 0.88, row

@@ -70,6 +70,14 @@ def test_a_power_laws_interval_is_that_of_a_straight_line_or_wider():
     assert found.high >= ends[1] * (1 - 1e-9)
 
 
+def test_where_the_floor_may_be_noise_the_power_law_counts_too():
+    rungs = changed(ladder(power, seeds=1), 0, 1.02)
+    points, found = _Points.of(rungs), forecast(rungs, 10 * TOP)
+    assert 1 < points.convexity() < 1.5
+    assert found.has_floor
+    assert found.low <= 3 * points.polynomial_interval(1, math.log(10))[0] * (1 + 1e-9)
+
+
 def test_the_noise_is_that_of_the_seeds_pooled_with_an_assumed_one():
     rungs = ladder(seeds=1)
     rungs[0] = replace(rungs[0], losses=(5.0, 5.0 * math.exp(0.01)))  # variance 0.01**2 / 2, one degree of freedom
@@ -155,6 +163,16 @@ def test_noise_as_large_as_the_gain_is_refused():
     found = forecast(ladder(noise=0.03, rng=np.random.default_rng(0)), 4 * TOP)
     assert found.refusal.startswith("the interval is 0.")
     assert found.refusal.endswith(": add seeds to rungs, or a larger rung")
+
+
+@pytest.mark.filterwarnings("error")
+def test_odd_ladders_are_refused_without_an_overflow():
+    rising = [Rung(rung.flops, tuple(9 / loss for loss in rung.losses)) for rung in ladder()]
+    steep = [Rung(TOP * factor, (loss,)) for factor, loss in ((0.97, 3.0), (0.98, 30.0), (0.99, 30.0), (1.0, 9.0))]
+    for rungs in (rising, steep, ladder(lambda flops: 3.0)):
+        assert forecast(rungs, 4 * TOP).refusal is not None
+        assert forecast(rungs, 1e9 * TOP).refusal is not None
+    assert speedup(rising, seeded(3.0), seeded(0.3)).refusal is not None
 
 
 def test_impossible_ladders_are_errors():
