@@ -17,6 +17,7 @@ from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim.adamw_cautious_decay import decay_towards_zero_
 from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
+from lightning_tricks.optim.normuon import normalize_rows, shard_dims
 
 __all__ = ["Muon"]
 
@@ -180,6 +181,8 @@ class Muon(Optimizer):
         cautious_weight_decay: decay only where the update moves a weight towards 0.
         coefficients: of Newton-Schulz: `keller_jordan`, the same ones in each step; `polar_express`, other ones in each
             step, with which singular values come nearer to 1.
+        normuon_beta2: NorMuon: divide each row of an update by its root mean square, averaged with this beta; the size
+            of the whole update stays. 0.95 in the source. None: Muon.
 
     Raises:
         UsageError: an option out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
@@ -187,7 +190,8 @@ class Muon(Optimizer):
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025 (Moonlight),
         https://arxiv.org/abs/2502.16982; cautious decay: Chen et al. 2025, https://arxiv.org/abs/2510.12402; the warmup
-        of the momentum: https://github.com/KellerJordan/modded-nanogpt; Polar Express: see `orthogonalize`.
+        of the momentum: https://github.com/KellerJordan/modded-nanogpt; Polar Express: see `orthogonalize`; NorMuon: Li
+        et al. 2025, https://arxiv.org/abs/2510.05491, and contrib/_normuon.py of https://github.com/google-deepmind/optax.
     """
 
     skips_on_device = True
@@ -211,6 +215,7 @@ class Muon(Optimizer):
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
         coefficients: Coefficients = "keller_jordan",
+        normuon_beta2: float | None = None,
     ) -> None:
         check_choice("Muon.coefficients", coefficients, Coefficients)
         if isinstance(lr, Tensor):
@@ -220,13 +225,15 @@ class Muon(Optimizer):
             ("momentum", momentum, 0 <= momentum < 1, "a number from 0 on and below 1"),
             ("ns_steps", ns_steps, 1 <= ns_steps < 100, "a whole number from 1 to 99"),
             ("momentum_warmup_steps", momentum_warmup_steps, momentum_warmup_steps >= 0, "0 or more steps"),
+            ("normuon_beta2", normuon_beta2, 0 <= (normuon_beta2 or 0) < 1, "a number from 0 on and below 1, or None"),
         ):
             if not fits:
                 raise UsageError(f"Muon.{option}={value!r}: give {words}")
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
-            "cautious_weight_decay": cautious_weight_decay, "coefficients": coefficients, "ns_dtype": None,
+            "cautious_weight_decay": cautious_weight_decay, "coefficients": coefficients,
+            "normuon_beta2": normuon_beta2, "ns_dtype": None,
         }  # fmt: skip
         super().__init__(params, settings)
 
@@ -286,6 +293,8 @@ class Muon(Optimizer):
         found = map_unsharded([weight.like for weight in weights], weights[0].rank_group, make, compute, sent_dtype)
         params = [local(weight.param) for weight in weights]
         scales = [1.0 if factor is None else factor for factor in factors]
+        if group["normuon_beta2"] is not None:
+            found, scales = self._normalize_rows(weights, found, group, skip), [1.0] * len(weights)
         if skip is None:
             _apply(params, found, scales, group)
             return
@@ -293,6 +302,22 @@ class Muon(Optimizer):
             before = param.clone()
             _apply([param], [update], [factor], group)
             param.copy_(torch.where(skip, before, param))
+
+    def _normalize_rows(
+        self, weights: Sequence["_Weight"], updates: list[Tensor], group: dict[str, Any], skip: Tensor | None
+    ) -> list[Tensor]:
+        """The updates of NorMuon, with the size that a step of Muon has."""
+        averages = list[Tensor]()
+        for weight in weights:
+            layout, state = weight.layout, self.state[weight.param]
+            if "second_moment" not in state:  # flat: so it has the shape of no weight, and is saved as a whole
+                rows, device = layout.outputs * (layout.shape[0] if layout.stacked else 1), weight.param.device
+                state["second_moment"] = torch.zeros(rows, device=device)
+            state["second_moment"] = state["second_moment"].float()  # torch loads it in the dtype of the weight
+            averages.append(state["second_moment"])
+        params, layouts = [weight.param for weight in weights], [weight.layout for weight in weights]
+        scale = SCALES[group["adjust_lr_fn"]]
+        return normalize_rows(updates, params, layouts, averages, group["normuon_beta2"], scale, skip)
 
     def _move_averages(
         self, weights: Sequence["_Weight"], group: dict[str, Any], skip: Tensor | None
@@ -428,8 +453,9 @@ def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
     """
     of_kind: dict[Any, list[_Weight]] = {}
     for weight in weights:
-        of_kind.setdefault((weight.rank_group, weight.param.device, weight.param.dtype), []).append(weight)
-    for (rank_group, device, _), some in of_kind.items():
+        kind = weight.rank_group, weight.param.device, weight.param.dtype, shard_dims(weight.param)
+        of_kind.setdefault(kind, []).append(weight)
+    for (rank_group, device, *_), some in of_kind.items():
         limit = BATCH_BYTES_ON_CPU if device.type == "cpu" else BATCH_BYTES
         own = sorted(some, key=lambda weight: (-weight.param.numel(), str(weight.layout)))
         copies = 1 if rank_group.copies is None else rank_group.copies.size()  # each of them gets the results of all
@@ -451,7 +477,7 @@ def _apply(params: list[Tensor], updates: list[Tensor], factors: Sequence[float]
     decay = group["lr"] * group["weight_decay"]
     if group["cautious_weight_decay"]:
         for param, update in zip(params, updates, strict=True):
-            decay_towards_zero_(param, update, 1 - decay)
+            decay_towards_zero_(param, update, decay)
     else:
         torch._foreach_mul_(params, 1 - decay)
     for factor in dict.fromkeys(factors):
