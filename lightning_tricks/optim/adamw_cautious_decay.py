@@ -16,12 +16,7 @@ __all__ = ["AdamWCautiousDecay"]
 def decay_towards_zero_(weight: Tensor, update: Tensor, decay: float | Tensor) -> None:
     """Multiply by 1 - `decay`, in place, the weights that an update, which is subtracted, moves towards 0.
 
-    Where the update is NaN, the weight stays as it is.
-
-    Args:
-        weight: any shape.
-        update: of the same shape, before any scale above 0.
-        decay: learning rate * weight decay.
+    Where the update is NaN, the weight stays as it is. Only the sign of the update counts.
     """
     # on a CPU, `torch.where` takes as long as all of this
     weight.mul_(1 - (update * weight >= 0) * decay)

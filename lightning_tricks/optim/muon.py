@@ -108,15 +108,8 @@ def common_factor(layout: MatrixLayout, scale: str) -> float | None:
     return factors.pop() if len(factors) == 1 else None
 
 
-def orthogonalize_all(
-    weights: Sequence[Tensor],
-    layout: MatrixLayout,
-    scale: str,
-    steps: int,
-    dtype: torch.dtype = torch.bfloat16,
-    coefficients: Coefficients = "keller_jordan",
-) -> list[Tensor]:
-    """Orthogonalize each matrix of weights of one layout, matrices of one shape in one batch.
+def orthogonalize_all(weights: Sequence[Tensor], layout: MatrixLayout, scale: str, *settings: Any) -> list[Tensor]:
+    """`orthogonalize`, with its settings, each matrix of weights of one layout, those of one shape in one batch.
 
     Returns:
         For each weight a tensor of its shape: bf16; fp32 and already scaled if `common_factor` is None.
@@ -128,17 +121,17 @@ def orthogonalize_all(
         torch._foreach_copy_(list(parts), list(weights))
         output_dim = layout.output_dim + (0 if layout.stacked else 1)
         whole = layout._replace(shape=shape, stacked=True, output_dim=output_dim)
-        (results,) = orthogonalize_all([stack], whole, scale, steps, dtype, coefficients)
+        (results,) = orthogonalize_all([stack], whole, scale, *settings)
         return list(results.split([len(w) for w in weights]) if layout.stacked else results.unbind())
     matrices = layout.split(weights[0])
     if len(matrices) == 1:
-        each = [orthogonalize(matrices[0], steps, dtype, coefficients)]
+        each = [orthogonalize(matrices[0], *settings)]
     elif len({matrix.shape for matrix in matrices}) == 1:
         batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
-        found = orthogonalize(batch, steps, dtype, coefficients).chunk(len(matrices))
+        found = orthogonalize(batch, *settings).chunk(len(matrices))
         each = [part.view(matrices[0].shape) for part in found]
     else:
-        each = [orthogonalize(matrix, steps, dtype, coefficients) for matrix in matrices]
+        each = [orthogonalize(matrix, *settings) for matrix in matrices]
     if common_factor(layout, scale) is None:
         pairs = zip(each, layout.sizes, strict=True)
         each = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
@@ -308,14 +301,13 @@ class Muon(Optimizer):
     ) -> list[Tensor]:
         """The updates of NorMuon, with the size that a step of Muon has."""
         averages = list[Tensor]()
-        for weight in weights:
-            layout, state = weight.layout, self.state[weight.param]
-            if "second_moment" not in state:  # flat: so it has the shape of no weight, and is saved as a whole
-                rows, device = layout.outputs * (layout.shape[0] if layout.stacked else 1), weight.param.device
-                state["second_moment"] = torch.zeros(rows, device=device)
-            state["second_moment"] = state["second_moment"].float()  # torch loads it in the dtype of the weight
-            averages.append(state["second_moment"])
-        params, layouts = [weight.param for weight in weights], [weight.layout for weight in weights]
+        for param, layout, _ in weights:
+            count = layout.outputs * (layout.shape[0] if layout.stacked else 1)
+            # flat: so it has the shape of no weight, and is saved as a whole; torch loads it in the weight's dtype
+            average = self.state[param].get("second_moment", torch.zeros(count, device=param.device)).float()
+            self.state[param]["second_moment"] = average
+            averages.append(average)
+        params, layouts, _ = zip(*weights, strict=True)
         scale = SCALES[group["adjust_lr_fn"]]
         return normalize_rows(updates, params, layouts, averages, group["normuon_beta2"], scale, skip)
 

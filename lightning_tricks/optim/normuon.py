@@ -22,8 +22,7 @@ def row_factors(now: Tensor, averages: Tensor, layout: MatrixLayout, norms: Sequ
     That number gives a matrix the Frobenius norm of its entry in `norms`, if its rows have the mean squares `now`.
 
     Args:
-        now: mean squares of the rows of some weights in this step: (weights, ...), the rest of the shape being that of
-            one weight, with 1 for each dimension of inputs.
+        now: of the rows of some weights of one layout: (weights, ...), with 1 for each dimension of inputs.
         averages: of the last steps, of the same shape.
         layout: of each weight.
         norms: of the matrices of the layout, of each expert in a stack.
@@ -72,11 +71,10 @@ def normalize_rows(
 
     With O the orthogonalized update of a matrix and v the average of the mean square of each row, v <- beta v +
     (1 - beta) mean(O^2), and the update is O / (sqrt(v) + eps), multiplied by one number that gives it the Frobenius
-    norm of an orthogonal matrix times its scale. Weights of one layout are computed together. Ranks that have parts of
-    the same weights add up one number a row, in one transfer.
+    norm of an orthogonal matrix times its scale.
 
     Args:
-        updates: orthogonalized, this rank's parts.
+        updates: this rank's parts.
         weights: plain tensors, or DTensors that are divided over the same dimensions of one mesh.
         layouts: of the whole weights.
         averages: v of each weight in fp32, flat and whole on each rank; changed in place.
@@ -91,8 +89,8 @@ def normalize_rows(
     for number, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
         alike.setdefault((layout, getattr(weight, "placements", None)), []).append(number)
     stacks, sums = list[Tensor](), list[Tensor]()
-    for (layout, _), numbers in alike.items():
-        inputs, shape, here = _rows_of(weights[numbers[0]], layout)
+    rows = [_rows_of(weights[numbers[0]], layout) for (layout, _), numbers in alike.items()]
+    for numbers, (inputs, shape, here) in zip(alike.values(), rows, strict=True):
         stacks.append(torch.stack([updates[number] for number in numbers]).float())
         sums.append(torch.zeros(len(numbers), *shape, device=stacks[-1].device))
         sums[-1][:, *here] = stacks[-1].square().sum([dim + 1 for dim in inputs], keepdim=True)
@@ -102,14 +100,14 @@ def normalize_rows(
         dist.all_reduce(flat, group=mesh.get_group(dim))
     found: dict[int, Tensor] = {}
     wholes = flat.split([part.numel() for part in sums])
-    for ((layout, _), numbers), stack, whole, part in zip(alike.items(), stacks, wholes, sums, strict=True):
-        now, own = whole.view_as(part) / layout.inputs, [averages[number] for number in numbers]
+    each = zip(alike.items(), stacks, wholes, rows, strict=True)
+    for ((layout, _), numbers), stack, whole, (_, shape, here) in each:
+        now, own = whole.view(-1, *shape) / layout.inputs, [averages[number] for number in numbers]
         old = torch.stack(own).view_as(now)
         new = old.lerp(now, 1 - beta)
         kept = new if skip is None else torch.where(skip, old, new)
         torch._foreach_copy_(own, list(kept.flatten(1).unbind()))
         norms = [scale(*sizes) * math.sqrt(min(sizes)) for sizes in layout.sizes]
-        _, _, here = _rows_of(weights[numbers[0]], layout)
         stack.mul_(row_factors(now, new, layout, norms)[:, *here])
         found |= zip(numbers, stack.unbind(), strict=True)
     return [found[number] for number in range(len(updates))]
