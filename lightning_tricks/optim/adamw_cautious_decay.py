@@ -6,32 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._core.tensors import local, where_read, widest
+from lightning_tricks._core.tensors import local, where_read
 from lightning_tricks.optim.bf16_step import without_hooks
 from lightning_tricks.optim.one_kernel import in_place
 
 __all__ = ["AdamWCautiousDecay"]
 
 
-def decay_towards_zero_(weight: Tensor, update: Tensor, keep: float | Tensor) -> None:
-    """Multiply by `keep`, in place, the weights that an update, which is subtracted, moves towards 0.
+def decay_towards_zero_(weight: Tensor, update: Tensor, decay: float | Tensor) -> None:
+    """Multiply by 1 - `decay`, in place, the weights that an update, which is subtracted, moves towards 0.
 
-    Where the update is NaN, the weight stays as it is.
-
-    Args:
-        weight: any shape.
-        update: of the same shape, before any scale above 0.
-        keep: 1 - learning rate * weight decay.
+    Where the update is NaN, the weight stays as it is. Only the sign of the update counts.
     """
-    weight.copy_(torch.where(update * weight >= 0, weight * keep, weight))
+    # on a CPU, `torch.where` takes as long as all of this
+    weight.mul_(1 - (update * weight >= 0) * decay)
 
 
 def _decay_adamw_(
-    weight: Tensor, average: Tensor, gradient: Tensor, rate: Tensor, keep: Tensor, loss_scale: Tensor | None
+    weight: Tensor, average: Tensor, gradient: Tensor, rate: Tensor, decay: Tensor, loss_scale: Tensor | None
 ) -> None:
     """The same for the update of AdamW's next step, which has the sign of its next average of gradients."""
     gradient = gradient if loss_scale is None else gradient / loss_scale
-    decay_towards_zero_(weight, average + rate * (gradient - average), keep)
+    decay_towards_zero_(weight, average.lerp(gradient, rate.to(average.dtype)), decay)
 
 
 class AdamWCautiousDecay(torch.optim.AdamW):
@@ -88,7 +84,7 @@ class AdamWCautiousDecay(torch.optim.AdamW):
         return loss
 
     def _decay(self, group: dict[str, Any]) -> None:
-        numbers: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
+        numbers: dict[Any, tuple[Tensor, Tensor, Tensor | None]] = {}
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -98,15 +94,15 @@ class AdamWCautiousDecay(torch.optim.AdamW):
             tensors = [weight, average, gradient]
             if weight.is_complex():
                 tensors = [torch.view_as_real(tensor) for tensor in tensors]
-            if (device := weight.device) not in numbers:
-                numbers[device] = self._numbers(group, weight)
-            in_place(_decay_adamw_, tensors, lambda _: numbers[device], type(self).__name__)
+            if (kind := (weight.device, tensors[0].dtype)) not in numbers:
+                numbers[kind] = self._numbers(group, tensors[0])
+            in_place(_decay_adamw_, tensors, lambda _: numbers[kind], type(self).__name__)
 
     def _numbers(self, group: dict[str, Any], like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The last arguments of `_decay_adamw_`, filled on the device; in a skipped step nothing decays."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
-        one = torch.ones((), dtype=widest(like.device), device=like.device)
-        rate, keep = one * (1 - group["betas"][0]), one - group["lr"] * group["weight_decay"]
+        one = torch.ones((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        rate, decay = one * (1 - group["betas"][0]), one * group["lr"] * group["weight_decay"]
         if found_inf is not None:
-            keep = torch.where(where_read(found_inf, [like]) > 0, one, keep)
-        return rate, keep, None if scale is None else where_read(scale, [like])
+            decay = decay * (where_read(found_inf, [like]) == 0)
+        return rate, decay, None if scale is None else where_read(scale, [like])

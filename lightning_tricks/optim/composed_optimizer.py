@@ -234,6 +234,7 @@ class MuonAdamW(_HiddenAndAdamW):
         momentum_warmup_steps: steps over which it rises from 0.85; 0 for none.
         cautious_weight_decay: a weight decays only in steps whose update moves it towards 0, as in AdamWCautiousDecay.
         coefficients: of Muon's Newton-Schulz, `keller_jordan` or `polar_express`.
+        normuon_beta2: of NorMuon, which gives each row of an update the same size on average; None for Muon.
         fused: AdamW's single kernel for all of its parameters.
 
     Raises:
@@ -255,6 +256,7 @@ class MuonAdamW(_HiddenAndAdamW):
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
         coefficients: Coefficients = "keller_jordan",
+        normuon_beta2: float | None = None,
         fused: bool = True,
     ) -> None:
         if isinstance(lr, Tensor) or isinstance(muon_lr, Tensor):
@@ -274,7 +276,8 @@ class MuonAdamW(_HiddenAndAdamW):
             scale: Any = "match_rms_adamw" if muon_lr is None else "original"
             rate = lr if muon_lr is None else muon_lr
             return Muon(own, rate, momentum, adjust_lr_fn=scale, momentum_warmup_steps=momentum_warmup_steps,
-                        cautious_weight_decay=cautious_weight_decay, coefficients=coefficients)  # fmt: skip
+                        cautious_weight_decay=cautious_weight_decay, coefficients=coefficients,
+                        normuon_beta2=normuon_beta2)  # fmt: skip
 
         adamw = AdamWCautiousDecay if cautious_weight_decay else torch.optim.AdamW
         super().__init__(params, "muon", takes, make, adamw, lr=lr, betas=betas, eps=eps, fused=fused)

@@ -278,16 +278,14 @@ def expanded(module: nn.Module, rules: Rules | None) -> list[ParamRule]:
 def _group(name: str, weight_decay: float, rule: ParamRule | None = None, number: int | None = None) -> dict[str, Any]:
     if rule is not None and rule.weight_decay is not None:
         weight_decay = rule.weight_decay
-    group = {
+    own = {key: value for key in RULE_KEYS if (value := getattr(rule, key, None)) is not None}
+    if "betas" in own:
+        own["betas"] = tuple(own["betas"])  # the lists of a group have an entry for each parameter
+    return {
         "name": name, "params": [], "param_names": [], "roles": [], "layouts": [], "weight_decay": weight_decay,
         "lr_scale": 1.0 if rule is None else rule.lr_scale, "optimizer": None if rule is None else rule.optimizer,
-        "rule": number,
+        "rule": number, **own,
     }  # fmt: skip
-    if rule is not None and rule.betas is not None:
-        group["betas"] = tuple(rule.betas)
-    if rule is not None and rule.eps is not None:
-        group["eps"] = rule.eps
-    return group
 
 
 def check_each_parameter_once(module: nn.Module, groups: Sequence[dict[str, Any]]) -> None:

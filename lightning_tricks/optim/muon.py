@@ -17,6 +17,7 @@ from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim.adamw_cautious_decay import decay_towards_zero_
 from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
 from lightning_tricks.optim.matrix_layout import MatrixLayout
+from lightning_tricks.optim.normuon import normalize_rows, shard_dims
 
 __all__ = ["Muon"]
 
@@ -107,15 +108,8 @@ def common_factor(layout: MatrixLayout, scale: str) -> float | None:
     return factors.pop() if len(factors) == 1 else None
 
 
-def orthogonalize_all(
-    weights: Sequence[Tensor],
-    layout: MatrixLayout,
-    scale: str,
-    steps: int,
-    dtype: torch.dtype = torch.bfloat16,
-    coefficients: Coefficients = "keller_jordan",
-) -> list[Tensor]:
-    """Orthogonalize each matrix of weights of one layout, matrices of one shape in one batch.
+def orthogonalize_all(weights: Sequence[Tensor], layout: MatrixLayout, scale: str, *settings: Any) -> list[Tensor]:
+    """`orthogonalize`, with its settings, each matrix of weights of one layout, those of one shape in one batch.
 
     Returns:
         For each weight a tensor of its shape: bf16; fp32 and already scaled if `common_factor` is None.
@@ -127,17 +121,17 @@ def orthogonalize_all(
         torch._foreach_copy_(list(parts), list(weights))
         output_dim = layout.output_dim + (0 if layout.stacked else 1)
         whole = layout._replace(shape=shape, stacked=True, output_dim=output_dim)
-        (results,) = orthogonalize_all([stack], whole, scale, steps, dtype, coefficients)
+        (results,) = orthogonalize_all([stack], whole, scale, *settings)
         return list(results.split([len(w) for w in weights]) if layout.stacked else results.unbind())
     matrices = layout.split(weights[0])
     if len(matrices) == 1:
-        each = [orthogonalize(matrices[0], steps, dtype, coefficients)]
+        each = [orthogonalize(matrices[0], *settings)]
     elif len({matrix.shape for matrix in matrices}) == 1:
         batch = torch.cat(matrices) if layout.stacked else torch.stack(matrices)
-        found = orthogonalize(batch, steps, dtype, coefficients).chunk(len(matrices))
+        found = orthogonalize(batch, *settings).chunk(len(matrices))
         each = [part.view(matrices[0].shape) for part in found]
     else:
-        each = [orthogonalize(matrix, steps, dtype, coefficients) for matrix in matrices]
+        each = [orthogonalize(matrix, *settings) for matrix in matrices]
     if common_factor(layout, scale) is None:
         pairs = zip(each, layout.sizes, strict=True)
         each = [matrix.float() * SCALES[scale](*sizes) for matrix, sizes in pairs]
@@ -180,6 +174,8 @@ class Muon(Optimizer):
         cautious_weight_decay: decay only where the update moves a weight towards 0.
         coefficients: of Newton-Schulz: `keller_jordan`, the same ones in each step; `polar_express`, other ones in each
             step, with which singular values come nearer to 1.
+        normuon_beta2: NorMuon: divide each row of an update by its root mean square, averaged with this beta; the size
+            of the whole update stays. 0.95 in the source. None: Muon.
 
     Raises:
         UsageError: an option out of its range; a Tensor as learning rate; a parameter of one dimension, or of three
@@ -187,7 +183,8 @@ class Muon(Optimizer):
 
     Source: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025 (Moonlight),
         https://arxiv.org/abs/2502.16982; cautious decay: Chen et al. 2025, https://arxiv.org/abs/2510.12402; the warmup
-        of the momentum: https://github.com/KellerJordan/modded-nanogpt; Polar Express: see `orthogonalize`.
+        of the momentum: https://github.com/KellerJordan/modded-nanogpt; Polar Express: see `orthogonalize`; NorMuon: Li
+        et al. 2025, https://arxiv.org/abs/2510.05491, and contrib/_normuon.py of https://github.com/google-deepmind/optax.
     """
 
     skips_on_device = True
@@ -211,6 +208,7 @@ class Muon(Optimizer):
         momentum_warmup_steps: int = 0,
         cautious_weight_decay: bool = False,
         coefficients: Coefficients = "keller_jordan",
+        normuon_beta2: float | None = None,
     ) -> None:
         check_choice("Muon.coefficients", coefficients, Coefficients)
         if isinstance(lr, Tensor):
@@ -220,13 +218,15 @@ class Muon(Optimizer):
             ("momentum", momentum, 0 <= momentum < 1, "a number from 0 on and below 1"),
             ("ns_steps", ns_steps, 1 <= ns_steps < 100, "a whole number from 1 to 99"),
             ("momentum_warmup_steps", momentum_warmup_steps, momentum_warmup_steps >= 0, "0 or more steps"),
+            ("normuon_beta2", normuon_beta2, 0 <= (normuon_beta2 or 0) < 1, "a number from 0 on and below 1, or None"),
         ):
             if not fits:
                 raise UsageError(f"Muon.{option}={value!r}: give {words}")
         settings = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps, "momentum_warmup_steps": momentum_warmup_steps,
-            "cautious_weight_decay": cautious_weight_decay, "coefficients": coefficients, "ns_dtype": None,
+            "cautious_weight_decay": cautious_weight_decay, "coefficients": coefficients,
+            "normuon_beta2": normuon_beta2, "ns_dtype": None,
         }  # fmt: skip
         super().__init__(params, settings)
 
@@ -286,6 +286,8 @@ class Muon(Optimizer):
         found = map_unsharded([weight.like for weight in weights], weights[0].rank_group, make, compute, sent_dtype)
         params = [local(weight.param) for weight in weights]
         scales = [1.0 if factor is None else factor for factor in factors]
+        if group["normuon_beta2"] is not None:
+            found, scales = self._normalize_rows(weights, found, group, skip), [1.0] * len(weights)
         if skip is None:
             _apply(params, found, scales, group)
             return
@@ -293,6 +295,21 @@ class Muon(Optimizer):
             before = param.clone()
             _apply([param], [update], [factor], group)
             param.copy_(torch.where(skip, before, param))
+
+    def _normalize_rows(
+        self, weights: Sequence["_Weight"], updates: list[Tensor], group: dict[str, Any], skip: Tensor | None
+    ) -> list[Tensor]:
+        """The updates of NorMuon, with the size that a step of Muon has."""
+        averages = list[Tensor]()
+        for param, layout, _ in weights:
+            count = layout.outputs * (layout.shape[0] if layout.stacked else 1)
+            # flat: so it has the shape of no weight, and is saved as a whole; torch loads it in the weight's dtype
+            average = self.state[param].get("second_moment", torch.zeros(count, device=param.device)).float()
+            self.state[param]["second_moment"] = average
+            averages.append(average)
+        params, layouts, _ = zip(*weights, strict=True)
+        scale = SCALES[group["adjust_lr_fn"]]
+        return normalize_rows(updates, params, layouts, averages, group["normuon_beta2"], scale, skip)
 
     def _move_averages(
         self, weights: Sequence["_Weight"], group: dict[str, Any], skip: Tensor | None
@@ -428,8 +445,9 @@ def _batches(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
     """
     of_kind: dict[Any, list[_Weight]] = {}
     for weight in weights:
-        of_kind.setdefault((weight.rank_group, weight.param.device, weight.param.dtype), []).append(weight)
-    for (rank_group, device, _), some in of_kind.items():
+        kind = weight.rank_group, weight.param.device, weight.param.dtype, shard_dims(weight.param)
+        of_kind.setdefault(kind, []).append(weight)
+    for (rank_group, device, *_), some in of_kind.items():
         limit = BATCH_BYTES_ON_CPU if device.type == "cpu" else BATCH_BYTES
         own = sorted(some, key=lambda weight: (-weight.param.numel(), str(weight.layout)))
         copies = 1 if rank_group.copies is None else rank_group.copies.size()  # each of them gets the results of all
@@ -451,7 +469,7 @@ def _apply(params: list[Tensor], updates: list[Tensor], factors: Sequence[float]
     decay = group["lr"] * group["weight_decay"]
     if group["cautious_weight_decay"]:
         for param, update in zip(params, updates, strict=True):
-            decay_towards_zero_(param, update, 1 - decay)
+            decay_towards_zero_(param, update, decay)
     else:
         torch._foreach_mul_(params, 1 - decay)
     for factor in dict.fromkeys(factors):

@@ -97,7 +97,7 @@ def test_nan_of_any_bits_stays_nan_and_infinity_infinity():
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3)])
 def test_writes_in_place_piece_by_piece(monkeypatch, shape):
-    monkeypatch.setattr(one_kernel, "CHUNK", 4)
+    monkeypatch.setattr(one_kernel, "CHUNK_ON_CPU", 4)
     source = torch.ones(shape) + 2**-8
     target = torch.zeros(shape, dtype=torch.bfloat16)
     copy_rounded_(target, source, 0)
@@ -145,7 +145,7 @@ def test_where_it_compiles_pieces_are_no_views_and_the_change_shows_on_the_weigh
     source, target, expected = torch.randn(shape), torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=BF16)
     copy_rounded_(expected, source, 7)
     monkeypatch.setattr(one_kernel, "_kernel", lambda *_: write)
-    monkeypatch.setattr(one_kernel, "CHUNK", 4)
+    monkeypatch.setattr(one_kernel, "CHUNK_ON_CPU", 4)
     version = target._version
     copy_rounded_(target, source, 7)
     assert torch.equal(target, expected)

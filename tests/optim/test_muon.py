@@ -239,7 +239,7 @@ def alone(parts, **settings):
     return step
 
 
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     ("shape", "layout", "split"),
     [
         ((6, 3, 2, 2), {}, lambda w: [w.flatten(1)]),  # a convolution is one matrix of its filters
@@ -258,6 +258,9 @@ def alone(parts, **settings):
         ),
     ],
 )  # fmt: skip
+
+
+@LAYOUTS
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 def test_each_matrix_in_a_weight_is_treated_as_if_alone(shape, layout, split, scale):
     torch.manual_seed(1)
@@ -272,6 +275,85 @@ def test_each_matrix_in_a_weight_is_treated_as_if_alone(shape, layout, split, sc
     found = split(weight.detach())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.detach(), atol=2e-3, rtol=0)  # products of a batch round otherwise
+
+
+# ---- NorMuon
+
+
+def normuon(update, average, beta, norm):
+    """The formula of the paper for one matrix, whose update then has this Frobenius norm."""
+    average = beta * average + (1 - beta) * update.square().mean(1, keepdim=True)
+    divided = update / (average.sqrt() + 1e-8)
+    return divided * norm / torch.linalg.matrix_norm(divided), average
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_normuon_is_the_papers_formula_and_keeps_the_size_of_an_update(shape, scale):
+    torch.manual_seed(0)
+    rows, columns = shape
+    weight, average = nn.Parameter(torch.randn(shape)), torch.zeros(rows, 1)
+    norm = 0.2 * math.sqrt(rows * columns)
+    if scale == "original":
+        norm = math.sqrt(min(shape)) * math.sqrt(max(1, rows / columns))
+    optimizer = Muon([weight], lr=0.1, momentum=0.0, nesterov=False, adjust_lr_fn=scale, normuon_beta2=0.7)
+    for _ in range(4):
+        before = weight.detach().clone()
+        # rows of very different sizes, which differ from step to step too
+        weight.grad = torch.randn(shape) * torch.logspace(-3, 0, rows)[torch.randperm(rows), None]
+        optimizer.step()
+        update, average = normuon(orthogonalize(weight.grad).float(), average, 0.7, norm)
+        torch.testing.assert_close(weight.detach(), before - 0.1 * update)
+        torch.testing.assert_close(optimizer.state[weight]["second_moment"], average.flatten())
+        assert (before - weight.detach()).norm() / 0.1 == pytest.approx(norm, rel=1e-4)
+    assert optimizer.state[weight]["second_moment"].dtype == torch.float32
+
+
+@LAYOUTS
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_normuon_treats_each_matrix_in_a_weight_as_if_alone(shape, layout, split, scale):
+    torch.manual_seed(1)
+    settings = {"adjust_lr_fn": scale, "weight_decay": 0.1, "normuon_beta2": 0.8}
+    weight, grads = nn.Parameter(torch.randn(shape)), torch.randn(3, *shape)
+    optimizer = Muon(group_of(weight, "expert" if layout.get("stacked") else "matrix", **layout), **settings)
+    parts = [nn.Parameter(part.clone()) for part in split(weight.detach())]
+    others = [Muon([part], **settings) for part in parts]
+    for grad in grads:
+        weight.grad = grad.clone()
+        optimizer.step()
+        for part, own, other in zip(parts, split(grad), others, strict=True):
+            part.grad = own.clone()
+            other.step()
+    for one, other in zip(split(weight.detach()), parts, strict=True):
+        torch.testing.assert_close(one, other.detach(), atol=3e-3, rtol=0)  # products of a batch round otherwise
+    count = sum(part.shape[0] for part in parts)
+    assert optimizer.state[weight]["second_moment"].shape == (count,), "a number for each output"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_gradient_stay_and_a_resume_is_bitwise(dtype):
+    def made(params):
+        return Muon(params, normuon_beta2=0.9)
+
+    def train(weight, optimizer, first, last):
+        for step in range(first, last):
+            weight.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+            weight.grad[2] = 0
+            optimizer.step()
+
+    weight = nn.Parameter(torch.ones(6, 8, dtype=dtype))
+    optimizer = made([weight])
+    train(weight, optimizer, 0, 3)
+    other = nn.Parameter(weight.detach().clone())
+    resumed = made([other])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(weight, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    assert weight[2].tolist() == [1.0] * 8
+    assert weight.isfinite().all()
+    assert resumed.state[other]["second_moment"].dtype == torch.float32
+    if dtype == torch.float32:  # torch rounds a load to the dtype of the weight
+        assert torch.equal(weight, other)
 
 
 def test_cautious_decay_leaves_weights_that_move_away_from_zero():
@@ -309,7 +391,9 @@ def test_the_steps_of_the_warmup_are_on_the_device_of_the_weight_after_a_load():
     assert optimizer.state[weight]["step"].device == weight.device
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_warmup_steps": 3, "cautious_weight_decay": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum_warmup_steps": 3, "cautious_weight_decay": True, "normuon_beta2": 0.9}]
+)
 def test_a_step_is_skipped_on_the_device(options):
     def set_skip(optimizer, step):
         optimizer.found_inf = torch.tensor(float(step == 2))
@@ -344,6 +428,7 @@ def test_a_step_is_skipped_on_the_device(options):
             {"coefficients": "quintic"},
             "Muon.coefficients='quintic': give one of",
         ),
+        ([nn.Parameter(torch.zeros(3, 4))], {"normuon_beta2": 1.0}, "Muon.normuon_beta2=1.0: give a number from 0"),
         ([nn.Parameter(torch.zeros(3, 4))], {"momentum_warmup_steps": -1}, "momentum_warmup_steps=-1"),
     ],
 )

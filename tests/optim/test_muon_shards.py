@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import processes
+from harness.runs import whole
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_tricks.accounting import device_speed
 from lightning_tricks.optim import Muon, muon
 from lightning_tricks.optim.map_unsharded import RankGroup, map_unsharded
+from lightning_tricks.optim.matrix_layout import MatrixLayout
 
 pytestmark = pytest.mark.long
 
@@ -27,6 +29,7 @@ def mapped(matrices: list[torch.Tensor], compute: Any, dtype: torch.dtype) -> li
     return map_unsharded(matrices, rank_group, lambda numbers: [matrices[number] for number in numbers], each, dtype)
 
 
+LAST_PLACES = 4 * 2**-8  # see test_muon
 SHAPES = [(7, 4), (2, 5), (5, 8), (6, 3, 2), (8, 5), (9, 9), (3, 3)]
 DIMS = [0, 0, 1, 0, 1, 1, 0]  # that are sharded
 
@@ -88,6 +91,55 @@ def hsdp(rank: int) -> None:
 
 def test_copies_and_two_sharded_dimensions():
     processes.run(hsdp, world=4)
+
+
+# ---- NorMuon: rows, or columns, that are cut over ranks
+
+# shape, layout and the dimension that is sharded; two dimensions for a mesh of two
+CUT = [
+    ((7, 4), {}, (0, 1)),
+    ((5, 8), {}, (1, 0)),
+    ((6, 3, 2), {}, (0, 1)),
+    ((12, 4), {"parts": (8, 2, 2)}, (0, 1)),
+    ((4, 12), {"parts": (6, 6), "output_dim": 1, "interleaved": True}, (1, 0)),
+    ((4, 4, 10), {"stacked": True, "output_dim": 2}, (0, 0)),
+    ((2, 4, 6), {"stacked": True, "output_dim": 1}, (1, 2)),
+]
+
+
+def by_normuon(place: Any) -> list[Any]:
+    """Weights and averages of NorMuon after three steps; `place` makes a tensor of a whole one and its number."""
+    torch.manual_seed(0)
+    groups: dict[str, Any] = {"params": [], "roles": [], "layouts": []}
+    for number, (shape, layout, _) in enumerate(CUT):
+        groups["params"].append(nn.Parameter(place(torch.randn(shape), number)))
+        groups["roles"].append("expert" if layout.get("stacked") else "matrix")
+        groups["layouts"].append(MatrixLayout(shape, **layout).plain)
+    optimizer = Muon([groups], weight_decay=0.1, normuon_beta2=0.8, cautious_weight_decay=True)
+    optimizer.param_groups[0]["ns_dtype"] = "float32"  # as on each machine
+    for _ in range(3):
+        for number, param in enumerate(groups["params"]):
+            param.grad = place(torch.randn(CUT[number][0]), number)
+        optimizer.step()
+    averages = [optimizer.state[param]["second_moment"] for param in groups["params"]]
+    return [*(whole(param).detach() for param in groups["params"]), *averages]
+
+
+def cut(rank: int, expected: list[Any]) -> None:
+    for names, sizes in ((1, (4,)), (2, (2, 2))):
+        mesh = init_device_mesh("cpu", sizes)
+
+        def place(tensor: torch.Tensor, number: int, mesh: Any = mesh, names: int = names) -> torch.Tensor:
+            return distribute_tensor(tensor, mesh, [Shard(dim) for dim in CUT[number][2][:names]])
+
+        for number, (found, one) in enumerate(zip(by_normuon(place), expected, strict=True)):
+            torch.testing.assert_close(
+                found, one, atol=3 * 0.02 * LAST_PLACES, rtol=LAST_PLACES, msg=f"{names} {number}"
+            )
+
+
+def test_normuon_of_cut_rows_and_columns_is_that_of_one_process():
+    processes.run(cut, by_normuon(lambda tensor, _: tensor), world=4)
 
 
 # ---- replicas

@@ -288,7 +288,7 @@ def optimizer_of(row: dict[str, Any]) -> Any:
     return {
         "AdamW": lambda groups: torch.optim.AdamW(groups, lr=5e-3, fused=True),
         "MuonAdamW": lambda groups: MuonAdamW(
-            groups, lr=5e-3, cautious_weight_decay=True, coefficients="polar_express"
+            groups, lr=5e-3, cautious_weight_decay=True, coefficients="polar_express", normuon_beta2=0.9
         ),
         "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     }[row["optimizer"]]
