@@ -156,10 +156,9 @@ def run(args: list[str]) -> None:
         from lightning_tricks.logs import forecast_file as on_file  # here, as it loads numpy
 
         forecast = on_file.read_forecast("runs: forecast", options.forecast)
-        records = [
-            one | {"forecast": on_file.outcome(forecast, run)} for one, run in zip(records, table.runs, strict=True)
-        ]
-        lines = ["", *(printable(one["forecast"]["line"]) for one in records if one["forecast"]["loss"] is not None)]
+        found = [on_file.outcome(forecast, run) for run in table.runs]
+        records = [one | {"forecast": beside} for one, beside in zip(records, found, strict=True)]
+        lines = ["", *(printable(each["line"]) for each in found if each["loss"] is not None)]
     write_answers(
         options,
         lambda: "\n".join([table.text(terminal_columns(sys.maxsize)), *lines]),

@@ -90,7 +90,7 @@ def _interval(found: Mapping[str, Any]) -> str:
 
 
 def outcome(record: Mapping[str, Any], run: Run) -> dict[str, Any]:
-    """A run beside the forecast of it: a line, and where it is that run the loss, its miss, and whether it is inside."""
+    """A run beside a forecast: a line; its loss, its miss and whether it is inside where the forecast is of it."""
     found, steps, done = record["forecast"], record["target"]["steps"], run.steps or 0
     got: dict[str, Any] = {"name": run.name, "loss": None, "miss": None, "is_inside": None}
     if names := differing(record["settings"], deciding(run.settings)):
@@ -106,7 +106,7 @@ def outcome(record: Mapping[str, Any], run: Run) -> dict[str, Any]:
     began = run.scalars.facts.first_time
     if began is not None and began < datetime.fromisoformat(record["date"]).timestamp():
         line += "; the run had begun before the forecast was written"
-    return got | {"line": line + (f"; {forecast_line(record)}" if found["refusal"] else "")}
+    return got | {"line": line + ("; the forecast is refused" if found["refusal"] else "")}
 
 
 def page(record: Mapping[str, Any], outcomes: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -33,7 +33,7 @@ from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.logs import forecast_file as on_file
 from lightning_tricks.logs.intervals import pooled_spread
 from lightning_tricks.logs.run import flat
-from lightning_tricks.logs.scaling_law import FURTHEST_WITHOUT_FLOOR, LEAST_RUNGS, forecast
+from lightning_tricks.logs.scaling_law import FURTHEST_WITHOUT_FLOOR, LEAST_RUNGS, PRIOR_NOISE, forecast
 from lightning_tricks.logs.table import human, lines_of
 from lightning_tricks.monitors.goodput_monitor import duration
 
@@ -101,7 +101,7 @@ def _build(
         with _locked(out) as lock:
             plan, sizes = _plan(options, budget, ladder, data, lock)
             runs = list(_runs(sizes, options.seeds))
-            say(*_table(plan, ladder, runs), file=sys.stderr if options.print_commands else None)
+            say(*_table(plan, runs), file=sys.stderr if options.print_commands else None)
             answer: Plan = {"plan": plan}
             if options.print_commands:
                 say(*(shell_line(["python", "-m", "lightning_tricks", *ladder.command(each)]) for each in runs))
@@ -167,17 +167,18 @@ def _plan(
     Raises:
         UsageError: the plan on file is of another recipe; there are no validation data; no ladder fits the budget.
     """
-    file, asked = ladder.out / _PLAN, {"rungs": options.rungs, "seeds": options.seeds}
-    own = {**on_file.deciding(flat(ladder.settings)), **asked}
+    file = ladder.out / _PLAN
+    own = json.loads(json_text(on_file.deciding(flat(ladder.settings))))
+    plan: Plan = {"settings": own, "options": {"rungs": options.rungs, "seeds": options.seeds}}
     sizes = sizes_below(ladder.recipe, ladder.mup, ladder.validations)
     if file.is_file():
-        plan = json.loads(file.read_text(encoding="utf-8"))
-        if names := on_file.differing(plan["settings"], json.loads(json_text(own))):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if names := on_file.differing(found["settings"] | found["options"], own | plan["options"]):
             raise UsageError(
                 f"ladder: out={ladder.out}: its rungs are of another recipe ({', '.join(names[:3])}): give the same "
                 "options, or another --out"
             )
-        return plan, [size for size in sizes if size.config.d_model in {each["width"] for each in plan["rungs"]}]
+        return found, [size for size in sizes if size.config.d_model in {each["width"] for each in found["rungs"]}]
     choices = ladders(ladder.recipe, sizes, options.rungs)
     data.prepare_data()
     data.setup("fit")
@@ -201,16 +202,9 @@ def _plan(
                 )
             chosen = found
     there = data.training_rows().order.rows_in_pass * data.seq_len
-    rungs = [
-        {
-            **_facts(size),
-            "repeats_data": size.tokens > there,
-            "seconds": None if cost is None else cost(size),
-        }
-        for size in chosen
-    ]
-    target = _facts(ladder.recipe) | {"reads_data_times": ladder.recipe.tokens / there}
-    plan = {"settings": own, "target": target, "rungs": rungs}
+    plan["rungs"] = [_facts(size) | {"repeats_data": size.tokens > there} for size in chosen]
+    plan["target"] = _facts(ladder.recipe) | {"reads_data_times": ladder.recipe.tokens / there}
+    plan["seconds"] = None if cost is None else [cost(size) for size in chosen]
     on_file.write(file, json_text(plan))
     return plan, chosen
 
@@ -247,30 +241,26 @@ def _runs(sizes: Sequence[Size], seeds: int) -> Iterator[RungRun]:
                 yield RungRun(number, size, lr_scale=scale)
 
 
-def _table(plan: Plan, ladder: Ladder, runs: Sequence[RungRun]) -> list[str]:
+def _table(plan: Plan, runs: Sequence[RungRun]) -> list[str]:
     """The plan for people."""
     rows = [["rung", "width", "layers", "parameters", "tokens", "a step", "steps", "FLOPs", "runs", "expected"]]
-    each: list[tuple[str, Plan, list[RungRun]]] = [
-        (str(number), facts, [run for run in runs if run.rung == number])
-        for number, facts in enumerate(plan["rungs"], 1)
-    ]
-    for name, facts, own in [*each, ("recipe", plan["target"], [])]:
-        counts = [human(facts[key]) for key in ("parameters", "tokens", "step_tokens")]
-        time = duration(len(own) * facts["seconds"]) if facts.get("seconds") else ""
-        sizes = [str(facts["width"]), str(facts["layers"]), *counts, f"{facts['steps']:,}", human(facts["flops"])]
-        rows.append([name, *sizes, str(len(own) or ""), time])
-    ratio = plan["target"]["tokens"] / plan["target"]["parameters"]
+    target, rungs, total = plan["target"], plan["rungs"], 0.0
+    for number, facts in enumerate([*rungs, target], 1):
+        count = sum(run.rung == number for run in runs)
+        time = count * plan["seconds"][number - 1] if count and plan["seconds"] else 0.0
+        figures = [human(facts[key]) for key in ("parameters", "tokens", "step_tokens")]
+        sizes = [str(facts["width"]), str(facts["layers"]), *figures, f"{facts['steps']:,}", human(facts["flops"])]
+        rows.append([str(number) if count else "recipe", *sizes, str(count or ""), duration(time) if time else ""])
+        total += time
+    ratio, distance = target["tokens"] / target["parameters"], target["flops"] / rungs[-1]["flops"]
     lines = [*lines_of(rows), "", f"{ratio:.3g} tokens a parameter of body and head, as the recipe has"]
-    if plan["rungs"][0]["seconds"]:
-        total = sum(len(own) * facts["seconds"] for _, facts, own in each)
+    if total:
         lines.append(f"expected: {duration(total)} for {len(runs)} runs, {len(_LR_SCALES)} of other learning rates")
-    if (distance := plan["target"]["flops"] / plan["rungs"][-1]["flops"]) > FURTHEST_WITHOUT_FLOOR:
-        lines.append(
-            f"note: the recipe lies {distance:.3g} times beyond the largest rung: a forecast needs a visible floor"
-        )
+    if distance > FURTHEST_WITHOUT_FLOOR:
+        lines.append(f"note: {distance:.3g} times the largest rung: so far out, rungs must show a floor of the loss")
     if not runs[0].size.has_small_head:
         lines.append("note: the head of the smallest rung is larger than its body")
-    if (times := plan["target"]["reads_data_times"]) > 1:
+    if (times := target["reads_data_times"]) > 1:
         lines.append(f"note: the recipe reads its text {times:.2g} times, and the forecast is that of fresh text")
     return lines
 
@@ -302,7 +292,7 @@ def _check_lr(ladder: Ladder, runs: Sequence[RungRun], losses: Mapping[str, floa
     own = float(np.mean(same[_LR_RUNG]))
     others = {run.lr_scale: losses[run.name] for run in runs if run.lr_scale != 1 and math.isfinite(losses[run.name])}
     scale = min(others, key=others.__getitem__, default=1.0)
-    if scale == 1 or math.log(own / others[scale]) <= 2 * (spread[0] if spread else 0.0):
+    if scale == 1 or math.log(own / others[scale]) <= 2 * (spread[0] if spread else PRIOR_NOISE):
         return
     rates = learning_rates(ladder.settings["model"]["init_args"])
     take = f"--model.optimizer.lr {scale * rates[0][0][rates[0][1]]:g}" if rates else "another learning rate"
@@ -326,31 +316,26 @@ def _forecast(
     """The forecast, which is written once: a later call with the same losses keeps its date."""
     file, target = ladder.out / on_file.NAME, plan["target"]["flops"]
     rungs = [facts | {"losses": own} for facts, own in zip(plan["rungs"], _by_rung(runs, losses).values(), strict=True)]
-    if file.is_file() and (record := on_file.read_forecast("ladder", str(file)))["rungs"] == json.loads(
-        json_text(rungs)
-    ):
+    if file.is_file() and (record := on_file.read_forecast("ladder", str(file)))["rungs"] == rungs:
         return record
     points = on_file.rungs_of({"rungs": rungs})
-    shown = np.geomspace(rungs[-1]["flops"], target, 5)
-    curve = [[flops, one.loss, one.low, one.high] for flops in shown.tolist() if (one := forecast(points, flops))]
-    settings = json.loads(json_text(on_file.deciding(flat(ladder.settings))))
+    shown = [(flops, forecast(points, flops)) for flops in np.geomspace(rungs[0]["flops"], target, 20).tolist()]
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "recipe": words,
-        "sha256": on_file.sha256(settings),
-        "settings": settings,
+        "sha256": on_file.sha256(plan["settings"]),
+        "settings": plan["settings"],
         "metric": on_file.METRIC,
         "target": plan["target"],
         "rungs": rungs,
-        "learning_rates": {
-            str(run.lr_scale): losses[run.name] for run in runs if run.rung == _LR_RUNG and not run.seed
-        },
+        "other_learning_rates": {f"{run.lr_scale:g}": losses[run.name] for run in runs if run.lr_scale != 1},
         "forecast": asdict(forecast(points, target)),
-        "curve": curve,
+        "curve": [[flops, one.loss, one.low, one.high] for flops, one in shown],
     }
     on_file.write(file, json_text(record))
-    on_file.write(file.with_suffix(".html"), on_file.page(json.loads(json_text(record))))
+    record = on_file.read_forecast("ladder", str(file))
+    on_file.write(file.with_suffix(".html"), on_file.page(record))
     return record
 
 
