@@ -70,7 +70,7 @@ def read_forecast(option: str, path: str) -> dict[str, Any]:
 
 def rungs_of(record: Mapping[str, Any]) -> list[Rung]:
     """The rungs of a forecast."""
-    return [Rung(each["flops"], tuple(each["losses"]), each["repeats_data"]) for each in record["rungs"]]
+    return [Rung(each["flops"], tuple(each["losses"])) for each in record["rungs"]]
 
 
 def forecast_line(record: Mapping[str, Any]) -> str:

@@ -328,7 +328,7 @@ def test_a_learning_rate_that_is_a_step_off_is_refused_with_the_one_to_take():
         command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 3.9})
 
 
-def test_what_no_ladder_can_be_made_of_is_refused_in_a_line(toy):
+def test_what_no_ladder_can_be_made_of_is_refused_in_a_line(toy, monkeypatch):
     def refused(line, *words):
         with pytest.raises(UsageError, match=line):
             door.run(["ladder", *OPTIONS, *words])
@@ -337,15 +337,19 @@ def test_what_no_ladder_can_be_made_of_is_refused_in_a_line(toy):
         door.run(["ladder"])
     refused("rungs=3: a forecast needs 4 or more", "--rungs", "3")
     refused("seeds=0: give 1 or more", "--seeds", "0")
-    refused("budget=20m: a trial measures it here", "--budget", "20m", "--print-commands")
+    refused("budget=20m: --print-commands runs no trial", "--budget", "20m", "--print-commands")
     refused(
         "model=BoringModel: rungs need a LanguageModel", "--model", "lightning.pytorch.demos.boring_classes.BoringModel"
     )
     refused("limit_val_batches=0, .* a forecast needs some", "--trainer.limit_val_batches", "0")
     refused("ladder: trainer.max_steps=-1", "--trainer.max_steps", "-1")
     refused("init_from=x.ckpt: other sizes cannot start from it", "--init_from", "x.ckpt")
+    refused("the largest rung would read its .* tokens more than once", "--trainer.max_steps", "12000")
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        refused("ladder starts the processes of its rungs itself: give the command without torchrun")
     with command._locked(Path("out")):
-        refused("another call, or a rung of one, is at work")
+        refused("another call, or its rung, is at work")
     Path("broken").mkdir()
     for text in ("{}", "no"):
         Path("broken/forecast.json").write_text(text)

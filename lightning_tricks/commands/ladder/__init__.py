@@ -65,10 +65,10 @@ def run(args: list[str]) -> tuple[list[str], Callable[..., None]]:
         raise UsageError(f"ladder: rungs={options.rungs}: a forecast needs {LEAST_RUNGS} or more")
     if options.seeds < 1:
         raise UsageError(f"ladder: seeds={options.seeds}: give 1 or more")
+    if "LOCAL_RANK" in os.environ:
+        raise UsageError("ladder starts the processes of its rungs itself: give the command without torchrun")
     if options.budget and options.print_commands:
-        raise UsageError(
-            f"ladder: budget={options.budget}: a trial measures it here, and --print-commands runs nothing: give one"
-        )
+        raise UsageError(f"ladder: budget={options.budget}: --print-commands runs no trial to measure it: give one")
     return recipe, partial(_build, options, recipe, _seconds(options.budget))
 
 
@@ -121,9 +121,7 @@ def _locked(out: Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(
-                f"ladder: out={out}: another call, or a rung of one, is at work there: wait for it"
-            ) from None
+            raise UsageError(f"ladder: out={out}: another call, or its rung, is at work there: wait for it") from None
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, by which a rung saves and ends
         try:
             yield file.fileno()
@@ -138,13 +136,9 @@ def _ladder(out: Path, model: Any, data: Any, trainer: Mapping[str, Any], settin
             f"ladder: model={type(model).__name__}: rungs need a LanguageModel, whose decoder has d_model and n_heads"
         )
     if not isinstance(data, TokenDataModule):
-        raise UsageError(
-            f"ladder: data={type(data).__name__}: give TextData, TokenData or MixtureData, whose tokens count"
-        )
+        raise UsageError(f"ladder: data={type(data).__name__}: give TextData, TokenData or MixtureData")
     if any(isinstance(callback, BatchSizeWarmup) for callback in trainer.get("callbacks") or ()):
-        raise UsageError(
-            "ladder: BatchSizeWarmup: rungs have one batch size: give --trainer.callbacks-=BatchSizeWarmup"
-        )
+        raise UsageError("ladder: BatchSizeWarmup: a rung has one batch: give --trainer.callbacks-=BatchSizeWarmup")
     if settings.get("init_from"):
         raise UsageError(f"ladder: init_from={settings['init_from']}: other sizes cannot start from it: leave it out")
     try:
@@ -179,7 +173,6 @@ def _plan(
                 "options, or another --out"
             )
         return found, [size for size in sizes if size.config.d_model in {each["width"] for each in found["rungs"]}]
-    choices = ladders(ladder.recipe, sizes, options.rungs)
     data.prepare_data()
     data.setup("fit")
     validation = sum(len(source.streams.get("val", ())) for source in data.sources)
@@ -188,25 +181,33 @@ def _plan(
         raise UsageError(f"ladder: limit_val_batches={limit}, {validation} validation tokens: a forecast needs some")
     if isinstance(limit, int):
         validation = min(validation, limit * ladder.recipe.step_tokens // ladder.recipe.accumulate)
-    near = [each for each in choices if ladder.recipe.flops / each[-1].flops <= FURTHEST_WITHOUT_FLOOR]
-    chosen, cost = (near or choices[:1])[-1], None
-    if not options.print_commands:
-        cost = _measured(ladder, choices[-1], validation, lock)
-        if budget is not None:
-            totals = [sum(cost(run.size) for run in _runs(each, options.seeds)) for each in choices]
-            fitting = (each for each, total in zip(choices, totals, strict=True) if total <= budget)
-            if (found := next(fitting, None)) is None:
-                raise UsageError(
-                    f"ladder: budget={options.budget}: the cheapest ladder takes {duration(min(totals))} here: give "
-                    f"--budget {math.ceil(min(totals) / 60)}m, or --print-commands for faster machines"
-                )
-            chosen = found
     there = data.training_rows().order.rows_in_pass * data.seq_len
-    plan["rungs"] = [_facts(size) | {"repeats_data": size.tokens > there} for size in chosen]
+    choices = [each for each in ladders(ladder.recipe, sizes, options.rungs) if each[-1].tokens <= there]
+    if not choices:
+        raise UsageError(f"ladder: the largest rung would read its {there:,} tokens more than once: give more text")
+    cost = None if options.print_commands else _measured(ladder, choices[-1], validation, lock)
+    near = [each for each in choices if ladder.recipe.flops / each[-1].flops <= FURTHEST_WITHOUT_FLOOR]
+    chosen = (near or choices[:1])[-1]
+    if budget is not None and cost is not None:
+        totals = [sum(cost(run.size) for run in _runs(each, options.seeds)) for each in choices]
+        chosen = _affordable(choices, totals, budget)
+    plan["rungs"] = [_facts(size) for size in chosen]
     plan["target"] = _facts(ladder.recipe) | {"reads_data_times": ladder.recipe.tokens / there}
     plan["seconds"] = None if cost is None else [cost(size) for size in chosen]
     on_file.write(file, json_text(plan))
     return plan, chosen
+
+
+def _affordable(choices: Sequence[list[Size]], seconds: Sequence[float], budget: float) -> list[Size]:
+    """The ladder nearest to the recipe that fits the budget."""
+    found = next((each for each, total in zip(choices, seconds, strict=True) if total <= budget), None)
+    if found is None:
+        least = min(seconds)
+        raise UsageError(
+            f"ladder: budget={budget:.0f}s: the cheapest ladder takes {duration(least)} here: give --budget "
+            f"{math.ceil(least / 60)}m, or --print-commands for faster machines"
+        )
+    return found
 
 
 def _facts(size: Size) -> Plan:
