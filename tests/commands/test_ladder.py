@@ -321,7 +321,8 @@ def test_a_budget_takes_the_nearest_ladder_that_fits_and_one_that_is_too_small_i
 
 def test_a_learning_rate_that_is_a_step_off_is_refused_with_the_one_to_take():
     ladder = made()
-    runs = [run for run in command._runs([ladder.recipe] * 4, 2) if run.rung <= 2]
+    four = [dataclasses.replace(ladder.recipe, steps=100 * number) for number in range(1, 5)]
+    runs = [run for run in command._runs(four, 2) if run.rung <= 2]
     losses = {run.name: 4.0 + 0.01 * run.seed for run in runs}
     command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 4.0, "rung-2-lr-0.5": math.nan})
     with pytest.raises(UsageError, match=r"rung 2 ends at 3.9000 with 2 times .* take --model.optimizer.lr 0.02, and"):

@@ -31,9 +31,8 @@ from lightning_tricks.data.base import TokenDataModule
 from lightning_tricks.guards.batch_size_warmup import BatchSizeWarmup
 from lightning_tricks.language_model import LanguageModel
 from lightning_tricks.logs import forecast_file as on_file
-from lightning_tricks.logs.intervals import pooled_spread
 from lightning_tricks.logs.run import flat
-from lightning_tricks.logs.scaling_law import FURTHEST_WITHOUT_FLOOR, LEAST_RUNGS, PRIOR_NOISE, forecast
+from lightning_tricks.logs.scaling_law import FURTHEST_WITHOUT_FLOOR, LEAST_RUNGS, Rung, forecast
 from lightning_tricks.logs.table import human, lines_of
 from lightning_tricks.monitors.goodput_monitor import duration
 
@@ -289,11 +288,12 @@ def _train(ladder: Ladder, runs: Sequence[RungRun], plan: Plan, lock: int) -> di
 def _check_lr(ladder: Ladder, runs: Sequence[RungRun], losses: Mapping[str, float]) -> None:
     """Refuse a learning rate that is a step off: the loss is lower by two deviations of seeds with another."""
     same = _by_rung(runs, losses)
-    spread = pooled_spread([np.log(each).tolist() for each in same.values()])
+    flops = {run.rung: run.size.flops for run in runs}
+    noise = forecast([Rung(flops[rung], tuple(own)) for rung, own in same.items()], max(flops.values())).noise
     own = float(np.mean(same[_LR_RUNG]))
     others = {run.lr_scale: losses[run.name] for run in runs if run.lr_scale != 1 and math.isfinite(losses[run.name])}
     scale = min(others, key=others.__getitem__, default=1.0)
-    if scale == 1 or math.log(own / others[scale]) <= 2 * (spread[0] if spread else PRIOR_NOISE):
+    if scale == 1 or math.log(own / others[scale]) <= 2 * noise:
         return
     rates = learning_rates(ladder.settings["model"]["init_args"])
     take = f"--model.optimizer.lr {scale * rates[0][0][rates[0][1]]:g}" if rates else "another learning rate"
