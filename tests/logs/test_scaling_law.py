@@ -158,7 +158,9 @@ def test_noise_as_large_as_the_gain_is_refused():
 
 
 def test_impossible_ladders_are_errors():
-    with pytest.raises(UsageError, match=r"^loss=nan of a run of 1e\+17 FLOPs: give a positive number, or "):
+    with pytest.raises(
+        UsageError, match=r"^loss=nan of a run of 1e\+17 FLOPs: give a positive number, or "
+    ):
         Rung(TOP, (3.0, math.nan))
     with pytest.raises(UsageError, match=r"^flops=0 of a run of 0 FLOPs: give a positive number"):
         SeededLosses(0, {"0": 3.0})
