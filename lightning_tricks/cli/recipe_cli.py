@@ -381,7 +381,10 @@ def load_recipe(*args: str) -> tuple["pl.LightningModule", "pl.LightningDataModu
     Returns:
         The module (its decoder not built yet), the data module, and the Trainer's arguments, with classes as objects.
     """
-    cli = _Untrained(run=False, args=list(args))
+    return _objects(_Untrained(run=False, args=list(args)))
+
+
+def _objects(cli: _Untrained) -> tuple["pl.LightningModule", "pl.LightningDataModule | None", dict[str, Any]]:
     return cli.model, cli.datamodule, settings_of_fit(cli.config_init, cli.config_init["trainer"])
 
 
@@ -418,7 +421,12 @@ def main(args: list[str]) -> None:
     if args[0] == "config-schema":
         importlib.import_module("lightning_tricks.cli.config_schema").run(args[1:])
         return
-    if (command := COMMANDS.get(args[0])) is not None and command.needs == "a fit":
+    if (command := COMMANDS.get(args[0])) is not None and command.needs == "settings":
+        recipe, work = command.load().run(given[1:])
+        cli = _Untrained(run=False, args=recipe)
+        work(*_objects(cli), yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)))
+        return
+    if command is not None and command.needs == "a fit":
         recipe, change = command.load().run(given[1:])
         given = ["fit", *recipe]
     try:

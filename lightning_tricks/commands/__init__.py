@@ -10,6 +10,7 @@ A command is a module or folder here, and has a function `run`, which is given b
   checkpoint that can be opened.
 - "the parser": it stands in `cli`, which has the parser of recipes.
 - "a fit": `run(args)` returns the arguments of the `fit` that the command is, and a `FitChange` for it.
+- "settings": `run(args)` returns the words of a recipe, and a function of `load_recipe`'s results and the settings.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 from lightning_tricks._core.errors import UsageError
 from lightning_tricks._core.suggest import did_you_mean
 
-Needs = Literal["nothing", "a recipe", "a Trainer", "a fit", "the parser"]
+Needs = Literal["nothing", "a recipe", "a Trainer", "a fit", "settings", "the parser"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
         Command("plan", "does it fit, how long, what does it cost? --gpu h100", "a recipe",
                 ("estimate", "memory", "dry-run"), "plan"),
         Command("schedule", "learning rate of a recipe, drawn", "a recipe", ("plot", "lr"), "schedule", ("against",)),
+        Command("ladder", "small rungs of a recipe, and a forecast of its final loss", "settings",
+                ("scaling", "scaling-law", "forecast"), "ladder"),
         Command("coordinate-check", "with muP: do activations keep their size?", "a recipe", (), "coordinate_check"),
         Command("verify-resume", "is a run with kill -9 and a resume bitwise a straight one?", "nothing",
                 ("verify", "check-resume"), "verify_resume")),

@@ -4,7 +4,10 @@ import math
 import shutil
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,14 @@ from lightning_tricks._core.quote import html_text, printable
 from lightning_tricks._core.terminal import shows_color
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_answers, check_files, json_text, names_of, write_answers
+from lightning_tricks.logs import forecast_file as on_file
 from lightning_tricks.logs import page as html
 from lightning_tricks.logs import table
-from lightning_tricks.logs.compared_run import AXES, axis_text, axis_unit, read_runs
+from lightning_tricks.logs.compared_run import AXES, ComparedRun, axis_text, axis_unit, read_runs
 from lightning_tricks.logs.comparison import LEVEL, Comparison, Row, compare_runs
 from lightning_tricks.logs.intervals import Interval
 from lightning_tricks.logs.page import LOG_WORD, Curve, is_wide, limits, thinned
+from lightning_tricks.logs.run import find_runs
 
 _BEGIN = 0.1  # of the axis: what is higher there may be above the frame
 _HEIGHT, _LABELS = 9, 14  # lines; columns right of the plot for its numbers
@@ -367,11 +372,19 @@ def run(args: list[str]) -> None:
     parser.add_argument(
         "--seed_noise", metavar="FIGURE", help="standard deviation over seeds, for groups of one run each"
     )
+    parser.add_argument("--forecast", metavar="FILE", help="of a ladder: the runs beside it instead, one or more")
+    parser.add_argument("--speedup", metavar="LADDER", help="what the second DIR saves in compute against the first")
     add_answers(parser)
     options = parser.parse_args(args)
     names, noise = names_of("compare", options), _noise(options.seed_noise)
     check_files("compare", options)
+    if options.forecast is not None:
+        _beside_forecast(options, names)
+        return
     runs, left_out = read_runs(options.folders, names)
+    if options.speedup is not None:
+        _print_speedup(options, runs)
+        return
     found = compare_runs(runs, options.group, options.at, noise, "val_loss" in names)
     write_answers(
         options,
@@ -385,6 +398,33 @@ def run(args: list[str]) -> None:
         sys.exit(2)  # a line says which folder was left out
     if any(found.verdict(number) == "worse" for number in range(1, len(found.groups))):
         sys.exit(1)
+
+
+def _beside_forecast(options: Namespace, names: dict[str, str]) -> None:
+    """Print each run beside the forecast of a ladder."""
+    record = on_file.read_forecast("compare: forecast", options.forecast)
+    found = [
+        on_file.outcome(record, run) for folder in options.folders for run in find_runs(Path(folder), names, "compare")
+    ]
+    lines = [on_file.forecast_line(record), *(each["line"] for each in found)]
+    write_answers(
+        options,
+        lambda: "\n".join(f"compare: {printable(line)}" for line in lines),
+        html=lambda: on_file.page(record, found),
+        json=lambda: json_text({"forecast": record["forecast"], "date": record["date"], "runs": found}),
+    )
+
+
+def _print_speedup(options: Namespace, runs: list[ComparedRun]) -> None:
+    """Print what the runs of the second folder save in compute."""
+    if options.html is not None or len(options.folders) != 2:
+        raise UsageError(
+            f"compare: speedup={options.speedup}: give two folders, before and after a change, and no html"
+        )
+    record = on_file.read_forecast("compare: speedup", options.speedup)
+    sides = [[run for run in runs if run.argument == number] for number in (0, 1)]
+    found = on_file.speedup_of(record, sides)
+    write_answers(options, lambda: f"compare: {on_file.speedup_line(found)}", json=lambda: json_text(asdict(found)))
 
 
 def _noise(word: str | None) -> float | None:

@@ -145,12 +145,25 @@ def run(args: list[str]) -> None:
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="default: %(default)s")
     parser.add_argument("--sort", default="best_val_loss", metavar="COLUMN", help="default: %(default)s")
     parser.add_argument("--descending", action="store_true", help="the largest value first")
+    parser.add_argument("--forecast", metavar="FILE", help="of a ladder: how far runs of its recipe came out from it")
     add_names(parser)
     options = parser.parse_args(args)
     names = names_of("runs", options)
     check_files("runs", options)
     table = Table(find_runs(Path(options.folder), names)).sorted_by(options.sort, options.descending)
-    write_answers(options, lambda: table.text(terminal_columns(sys.maxsize)), json=lambda: json_text(table.records()))
+    records, lines = table.records(), []
+    if options.forecast is not None:
+        from lightning_tricks.logs import forecast_file as on_file  # here, as it loads numpy
+
+        forecast = on_file.read_forecast("runs: forecast", options.forecast)
+        found = [on_file.outcome(forecast, run) for run in table.runs]
+        records = [one | {"forecast": beside} for one, beside in zip(records, found, strict=True)]
+        lines = ["", *(printable(each["line"]) for each in found if each["loss"] is not None)]
+    write_answers(
+        options,
+        lambda: "\n".join([table.text(terminal_columns(sys.maxsize)), *lines]),
+        json=lambda: json_text(records),
+    )
     for one in table.runs:
         for line in one.unread:
             say(f"not read: {one.name}: {line}", file=sys.stderr)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -172,20 +172,26 @@ def _run(command: Callable[[Phase], list[str]], phase: Phase, what: str) -> None
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks that are still there
         output.seek(0)
-        said = [line.strip() for line in output if line.strip()]
+        said = last_error(output)
     done = 0
     with contextlib.suppress(UsageError):  # without any step
         done = max(read_ledger(phase.folder).steps) + 1
     if not done or code != (-signal.SIGKILL if phase.kill else 0):
-        last = next((line for line in reversed(said) if "rror" in line), said[-1] if said else "it wrote nothing")
-        raise UsageError(f"verify-resume: {what} failed with exit code {code}: {last.removeprefix('error: ')}")
+        raise UsageError(f"verify-resume: {what} failed with exit code {code}: {said}")
     if done < phase.last_step:
         remedy = f"give --steps {done} or fewer" if done >= LEAST_STEPS else "lengthen it by --trainer.max_steps"
         asked = f"{phase.last_step} were asked for"
         raise UsageError(f"verify-resume: the run ended after {done} steps, and {asked}: {remedy}")
 
 
-def _program() -> list[str]:
+def last_error(output: Iterable[str]) -> str:
+    """The last line of a process's output that tells an error, or its last line."""
+    said = [line.strip() for line in output if line.strip()]
+    last = next((line for line in reversed(said) if "rror" in line), said[-1] if said else "it wrote nothing")
+    return last.removeprefix("error: ")
+
+
+def program() -> list[str]:
     """The command line as this process has it: `python -m` looks into the current folder first, a script does not."""
     script = sys.argv[0]
     is_script = getattr(sys.modules["__main__"], "__spec__", None) is None and Path(script).name == "lightning-tricks"
@@ -213,7 +219,7 @@ def run(args: list[str]) -> None:
     def command(phase: Phase) -> list[str]:
         file = Path(phase.folder, "verify.json")  # JSON is YAML
         file.write_text(json.dumps(_settings(phase)), encoding="utf-8")
-        return [*_program(), "fit", *recipe, "--config", str(file)]
+        return [*program(), "fit", *recipe, "--config", str(file)]
 
     with check_json("verify-resume", options.json):
         report = compare_phases(command, options.steps)

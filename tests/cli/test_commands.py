@@ -20,7 +20,7 @@ def test_each_command_can_be_run_and_is_in_help_and_completion(capsys):
         assert f"\n  {name} " in text
         assert f" {name} " in script.replace('"', " ")
         assert command.help
-        assert command.needs in ("nothing", "a recipe", "a Trainer", "a fit", "the parser")
+        assert command.needs in ("nothing", "a recipe", "a Trainer", "a fit", "settings", "the parser")
         assert not command.module or callable(command.load().run)
     on_recipes = {name for name, command in COMMANDS.items() if command.needs in ("a recipe", "a Trainer")}
     assert RecipeCLI.subcommands().keys() == on_recipes

@@ -25,7 +25,7 @@ WITHOUT = {  # they write files, or print text that is no fact
 def test_each_command_that_prints_facts_takes_json(capsys):
     lacking = set()
     for name, command in COMMANDS.items():
-        if command.needs in ("nothing", "a fit"):
+        if command.needs in ("nothing", "a fit", "settings"):
             for words in ([name, "diff"], [name, "check"]) if name == "ledger" else [[name]]:
                 with suppress(SystemExit):
                     command.load().run([*words[1:], "--help"])
