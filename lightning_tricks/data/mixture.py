@@ -234,8 +234,8 @@ class Mixture:
             stop = stages[number + 1].position if number + 1 < len(stages) else LAST
             self._add_stage(stage.weights, max(stage.position, since), stop, seed)
         self._starts = np.array([segment.position for segment in self._segments], dtype=np.int64)
-        # the lead of a source is made up for with the next rows, in another tree: less than a row more was ever seen
-        self.bound = max(segment.bound for segment in self._segments) + (len(self._segments) > 1)
+        # the lead of a source is made up for with the next rows, in another tree: of random changes, 21 added 3 rows
+        self.bound = max(segment.bound for segment in self._segments) + len(self._segments) - 1
 
     def _begin(self, resolved: Resolved) -> None:
         """Add a segment after those there are."""
@@ -272,7 +272,7 @@ class Mixture:
             return LAST
         # by its share, a source ends here, but for `bound` rows; bisected for all sources at once
         weights, rows = np.maximum(segment.weights, 1), self._limits - segment.before
-        near, around = segment.rows_by_share(rows), (segment.bound + 2) * UNIT / weights
+        near, around = segment.rows_by_share(rows), (segment.bound + 1 + len(self._segments)) * UNIT / weights
         last = LAST - segment.position
         low = np.clip(near - around, position + 1 - segment.position, last).astype(np.int64)
         high = np.where(ending, np.clip(near + around, low, last), low).astype(np.int64)

@@ -91,6 +91,13 @@ def test_changes_keep_the_bound(data, number):
     assert deviation(mixture, 3000) < mixture.bound
 
 
+def test_each_change_adds_a_row_to_the_bound_and_one_row_for_all_would_not_do():
+    random = np.random.default_rng(20)
+    stages = [Stage(position, named(np.where(random.random(19) < 0.5, 0.001, 0.9))) for position in range(0, 2200, 100)]
+    mixture, bounds = Mixture(stages, {}, 3), [Mixture([stage], {}, 3).bound for stage in stages]
+    assert max(bounds) + 1 < deviation(mixture, 3000) < mixture.bound == max(bounds) + 21
+
+
 @pytest.mark.parametrize("number", [2, 7, 35])
 def test_a_million_rows_with_two_annealing_points_and_twenty_changes(number):
     random = np.random.default_rng(number)
