@@ -248,7 +248,8 @@ def test_an_entry_documents_every_argument(entries):
 def test_an_entry_has_signature_arguments_errors_source_and_a_link_to_its_page(out):
     entry = (out / "docs/reference/callbacks/EMA.md").read_text(encoding="utf-8")
     assert entry.startswith("# EMA\n\nKeeps an exponential moving average of the weights")  # before a long signature
-    signature = "EMA(decay: float = 0.999, warmup: bool = True, validate: bool = True)"
+    options = ("decay: float = 0.999", "warmup: bool = True", "validate: bool = True", "blend: float = 1.0")
+    signature = "EMA(\n" + "".join(f"    {option},\n" for option in options) + ")"
     assert f"from lightning_tricks import EMA\n\n{signature}" in entry
     assert "| `decay` | `float` | `0.999` | share of the average that stays at each step." in entry
     assert "`](../../repository/lightning_tricks/_core/errors.py.md): an option out of range;" in entry
