@@ -22,7 +22,7 @@ INDEX = ROOT / "docs/README.md"
 GUIDES = {
     "all_pages", "checkpoints", "command_line", "compatibility", "data", "existing_projects", "export", "glossary",
     "installing", "language_model", "launching", "layer_statistics", "limits", "monitors", "parameter_roles",
-    "playbook", "precision", "questions", "quickstart", "recipes", "resume_with_changes", "speed", "strategies",
+    "playbook", "precision", "questions", "quickstart", "race", "recipes", "resume_with_changes", "speed", "strategies",
     "versions", "what_survives", "which_optimizer",
 }  # fmt: skip
 DOCS = sorted(page for page in ROOT.glob("docs/*.md") if page != INDEX)
