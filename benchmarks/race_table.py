@@ -55,9 +55,10 @@ def slope(runs: Sequence[Run]) -> float:
     return (means[0] - means[1]) / math.log(steps["finals"] / steps["screen"])
 
 
-def spread(runs: Sequence[Run], stage: str, names: Sequence[str]) -> tuple[float, int] | None:
-    """Standard deviation of such a difference over seeds, of all arms together."""
-    return pooled_spread([differences(runs, stage, name, ARMS[name].base or REFERENCE) for name in names])
+def spread(runs: Sequence[Run], stage: str, names: Sequence[str]) -> tuple[float, int]:
+    """Standard deviation of such a difference over seeds, of all arms together; NaN where none has two seeds."""
+    found = pooled_spread([differences(runs, stage, name, ARMS[name].base or REFERENCE) for name in names])
+    return found or (math.nan, 1)
 
 
 def change(runs: Sequence[Run], stage: str, name: str, base: str, sd: tuple[float, int]) -> Change | None:
@@ -69,6 +70,11 @@ def change(runs: Sequence[Run], stage: str, name: str, base: str, sd: tuple[floa
     half = student_t((1 + LEVEL) / 2, sd[1]) * sd[0] / math.sqrt(count)
     mine, theirs = (statistics.mean(ends(runs, stage, arm).values()) for arm in (name, base))
     return Change(theirs, mine, math.expm1(mean), half, math.exp(mean / slope(runs)), count)
+
+
+def with_interval(value: float, half_width: float) -> str:
+    """In percent."""
+    return percent(value) + (", one seed" if math.isnan(half_width) else f" ± {100 * half_width:.1f}")
 
 
 def percent(value: float) -> str:
@@ -96,8 +102,8 @@ def finals_table(runs: Sequence[Run]) -> str:
         if not found:
             lines.append([f"`{name}`", arm.what, "not run", "", "", ""])
             continue
-        seen = sd and change(runs, "finals", name, REFERENCE, sd)
-        against = "" if name == REFERENCE or not seen else f"{percent(seen.change)} ± {100 * seen.half_width:.1f}"
+        seen = change(runs, "finals", name, REFERENCE, sd)
+        against = "" if name == REFERENCE or seen is None else with_interval(seen.change, seen.half_width)
         seconds = statistics.mean(run["seconds"] for run in runs if (run["stage"], run["arm"]) == ("finals", name))
         lines.append([
             f"`{name}`", arm.what, f"{statistics.mean(found.values()):.4f}", against, str(*steps), f"{seconds / 60:.1f}"
@@ -110,8 +116,8 @@ def tricks_table(runs: Sequence[Run]) -> str:
     sd = spread(runs, "screen", list(SCREENED))
     found, missing = [], []
     for name, arm in SCREENED.items():
-        seen = sd and change(runs, "screen", name, arm.base or REFERENCE, sd)
-        if not seen:
+        seen = change(runs, "screen", name, arm.base or REFERENCE, sd)
+        if seen is None:
             missing.append(name)
             continue
         sign = -1 if arm.without else 1
@@ -120,7 +126,7 @@ def tricks_table(runs: Sequence[Run]) -> str:
     lines = [
         [
             f"`{name}`", arm.what, f"`{arm.base}`{', which has it' if arm.without else ''}",
-            f"{percent(worth)} ± {100 * seen.half_width:.1f}", f"{time:.2f}",
+            with_interval(worth, seen.half_width), f"{time:.2f}",
             "yes" if worth + seen.half_width < 0 else "worse" if worth > seen.half_width else "not shown",
         ]
         for worth, time, name, arm, seen in sorted(found, key=lambda each: each[0])
@@ -152,9 +158,9 @@ def claims_table(runs: Sequence[Run]) -> str:
 def _worth(runs: Sequence[Run], *names: str) -> str:
     sd, found = spread(runs, "screen", list(SCREENED)), []
     for name in names:
-        seen = sd and change(runs, "screen", name, ARMS[name].base or REFERENCE, sd)
+        seen = change(runs, "screen", name, ARMS[name].base or REFERENCE, sd)
         if seen:
-            found.append(f"{SCREENED[name].what}: {percent(seen.change)} ± {100 * seen.half_width:.1f}")
+            found.append(f"{SCREENED[name].what}: {with_interval(seen.change, seen.half_width)}")
     without = "without it: " if SCREENED[names[0]].without else ""
     return f"{without}{'; '.join(found)}" if found else "not run"
 
@@ -165,7 +171,7 @@ def _muon_steps(runs: Sequence[Run]) -> str:
         steps = {name: run["steps"] for run in runs for name in ("muon", REFERENCE)
                  if (run["stage"], run["arm"]) == (stage, name)}  # fmt: skip
         sd = spread(runs, stage, ["muon"])
-        seen = sd and change(runs, stage, "muon", REFERENCE, sd)
+        seen = change(runs, stage, "muon", REFERENCE, sd)
         if seen:
             share = seen.time * steps["muon"] / steps[REFERENCE]
             found.append(f"{share:.2f} of its steps, {seen.time:.2f} of its time at {steps[REFERENCE]:,} steps")
@@ -177,7 +183,7 @@ def _tuning(runs: Sequence[Run]) -> str:
     rates = [value for name in TUNED if name.startswith("adamw_lr") for value in ends(runs, "tune", name).values()]
     worth = {
         name: seen.change for name, arm in SCREENED.items()
-        if not arm.without and sd and (seen := change(runs, "screen", name, arm.base or REFERENCE, sd))
+        if not arm.without and (seen := change(runs, "screen", name, arm.base or REFERENCE, sd))
     }  # fmt: skip
     if not rates or not worth:
         return "not run"
