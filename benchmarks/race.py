@@ -77,8 +77,8 @@ def fit(name: str, seed: int, steps: int, validate: bool = True) -> Clock:
     with tempfile.TemporaryDirectory() as folder, machine.quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings["trainer.default_root_dir"] = folder
-        of_length = lambda value: str(value).replace("STEPS/5", str(steps // 5))  # noqa: E731
-        words = [word for option, value in settings.items() for word in (f"--{option}", of_length(value))]
+        text = lambda value: str(value).replace("STEPS*9/10", str(steps * 9 // 10)).replace("STEPS/5", str(steps // 5))  # noqa: E731
+        words = [word for option, value in settings.items() for word in (f"--{option}", text(value))]
         RecipeCLI(args=["fit", "--config", str(recipe), *words, "--trainer.callbacks+", "benchmarks.race.Clock"])
     return sys.modules["benchmarks.race"].Clock.last
 
@@ -108,6 +108,7 @@ def measure_cost(name: str, rounds: int = 2, steps: int = 30) -> dict[str, Any]:
 def run(stage: str, name: str, seed: int, steps: int) -> dict[str, Any]:
     """Train an arm, and tell how it ended."""
     clock = fit(name, seed, steps)
+    assert list(clock.bits)[1:] == [steps], f"{name}: validated at {list(clock.bits)} of {steps} steps"
     return {
         "stage": stage, "arm": name, "recipe": ARMS[name].recipe, "options": ARMS[name].options, "seed": seed,
         "steps": steps, "bits_per_byte": list(clock.bits.values()), "at_steps": list(clock.bits),

@@ -87,9 +87,10 @@ SCREENED = {
         {
             "data.micro_batch_size": 4,
             "trainer.accumulate_grad_batches": 2,
+            "trainer.val_check_interval": "STEPS*9/10",  # half of the micro-batches
             "trainer.callbacks+": "{class_path: BatchSizeWarmup, init_args: {stages: {0: 1, STEPS/5: 2}}}",
         },
-        share=1 / 0.9,
+        share=1.1,
     ),
     "document_shuffle": of_adamw("documents in a new order each epoch, then rows", {"data.shuffle": "documents"}),
     "polar_express": of_muon("coefficients of Polar Express", {"model.optimizer.coefficients": "polar_express"}),
