@@ -77,9 +77,8 @@ class Ladder:
         """The recipe with the sizes of a run, its seed, and a schedule as long as it is."""
         settings, size = copy.deepcopy(self.settings), run.size
         model, data, trainer = settings["model"]["init_args"], settings["data"]["init_args"], settings["trainer"]
-        names = ("d_model", "n_heads", "n_kv_heads", "d_ff", "d_expert")
         model["decoder"]["init_args"] |= {
-            name: getattr(size.config, name) for name in names if hasattr(size.config, name)
+            name: getattr(size.config, name) for name in _OF_WIDTH if hasattr(size.config, name)
         }
         model["mup"] = {"base_width": self.mup.base_width, "base_head_dim": self.mup.base_head_dim}
         _scale_steps(model, size.steps / self.recipe.steps)
