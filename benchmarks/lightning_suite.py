@@ -123,7 +123,7 @@ def is_done(lines: Path, tests: Iterable[str]) -> list[bool]:
 def run_tests(checkout: Path, mode: str, lines: Path, tests: Sequence[str], limit: float) -> None:
     """Run the tests that have no result in `lines` yet. One in which the process dies costs that test alone."""
     if not all(is_done(lines, tests)):
-        write_lines(lines, {"commit": commit(ROOT), "date": machine.today(), "mode": mode})
+        write_lines(lines, {"commit": machine.commit(ROOT), "date": machine.today(), "mode": mode})
     while left := [test for test, done in zip(tests, is_done(lines, tests), strict=True) if not done]:
         with tempfile.TemporaryDirectory() as folder:
             only = Path(folder) / "only.json"
@@ -137,17 +137,6 @@ def run_tests(checkout: Path, mode: str, lines: Path, tests: Sequence[str], limi
             write_lines(lines, {"test": started[-1], "outcome": "crashed", "error": trouble})
         elif not any(test in done for test in left):
             raise SystemExit(f"{mode}: pytest {trouble} before its first test: see {lines.with_suffix('.log')}")
-
-
-def commit(folder: Path) -> str:
-    """The commit of a checkout, with `+` behind it where files differ from it."""
-    git = ["git", "-C", str(folder)]
-    try:
-        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 # ------------------------------------------------------------------------------------------------- comparing modes

@@ -46,6 +46,17 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def commit(folder: Path) -> str:
+    """The commit of a checkout, with `+` behind it where files differ from it."""
+    git = ["git", "-C", str(folder)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
 def describe() -> dict[str, Any]:
     """Date (UTC), processor, GPU with driver and limits, and versions, ready for JSON."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None

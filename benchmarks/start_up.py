@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/start-up-DATE-cpu.json")
     options = parser.parse_args(arguments)
     trees = [options.old.resolve(), options.new.resolve()]
-    commits = [subprocess.check_output(["git", "-C", tree, "rev-parse", "HEAD"], text=True).strip() for tree in trees]
+    commits = [machine.commit(tree) for tree in trees]
     names, found = options.cases.split(","), dict[str, list[list[float]]]()
     out = options.out or Path(__file__).parent / "results" / f"start-up-{machine.today()}-cpu.json"
     result: dict[str, Any] = {"benchmark": "start_up", "machine": machine.describe(), "commits": commits}

@@ -14,6 +14,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks._core.quote import say
 from lightning_tricks._host.machine import listed
 from lightning_tricks._trainer.objects import chosen_version, has_versions
 from lightning_tricks.checkpoints.bucket import local_copy
@@ -22,6 +23,7 @@ from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_json
+from lightning_tricks.logs.decay_forecast import line_of_branch
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
@@ -105,6 +107,7 @@ class Branch:
         self.decay_steps = decay_steps
         self.json = json
         self.start = 0
+        self.decay: list[float] = []  # learning rates of its steps, over the peak
 
     def change(self, config: Any) -> None:
         """Look at the checkpoint, and let the decay start at its step."""
@@ -113,8 +116,9 @@ class Branch:
         settings, trainer = config.model.get("init_args") or {}, config.trainer
         trunk.check(_built(settings.get("schedule")), trainer.get("max_steps"))
         _start_decays(settings, "model", trunk.step)
-        self.start = trunk.step
-        trainer.max_steps = trunk.step + self.decay_steps
+        self.start, end = trunk.step, trunk.step + self.decay_steps
+        self.decay = [_built(settings["schedule"]).factor(step, end) for step in range(self.start, end)]
+        trainer.max_steps = end
         trainer.max_epochs = None
         if "total_tokens" in config:  # another length in the recipe
             config.total_tokens = None
@@ -124,7 +128,10 @@ class Branch:
         trainer.callbacks = [*listed(trainer, "callbacks"), lineage]
 
     def check(self, trainer: Any) -> None:
-        """Refuse checkpoints beside that of the trunk: each run would take the other's for its own."""
+        """Refuse checkpoints beside that of the trunk: each run would take the other's for its own.
+
+        Say what the decay should end at, as far as the trunk's log tells.
+        """
         versions = [(logger.root_dir, chosen_version(logger)) for logger in trainer.loggers if has_versions(logger)]
         runs = [os.path.join(root, name if isinstance(name, str) else f"version_{name}") for root, name in versions]
         runs += [] if trainer.loggers else [str(trainer.default_root_dir)]
@@ -136,6 +143,9 @@ class Branch:
                     f"branch: its checkpoints would go to {place.removeprefix(os.getcwd() + os.sep)}, where that of "
                     "the trunk lies: give the logger another version or name, or the saver another dirpath"
                 )
+        trunk = Path(self.ckpt_path).resolve().parent.parent
+        if trainer.is_global_zero and (line := line_of_branch(trunk, self.start, self.decay)):
+            say(line)
 
     def options(self) -> list[str]:
         """The options of a `fit` that goes on with the branch."""

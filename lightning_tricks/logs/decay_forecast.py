@@ -8,13 +8,16 @@ Source: Luo et al. 2025, https://arxiv.org/abs/2503.12811. The two exponents are
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_tricks._core.errors import UsageError
+from lightning_tricks.logs.run import entry_at, read_run, settings_of
+from lightning_tricks.logs.scalars import ROLES, Scalars
 
 LEAST_POINTS = 20  # of each log, after its warmup
 LEAST_FALL = 0.1  # of the learning rate from its peak, in one log
@@ -107,6 +110,64 @@ def decay_forecast(run: LossCurve, decay: Array, others: Sequence[LossCurve] = (
     if residual > MOST_RESIDUAL * gain:
         refusal = f"the law is off by {residual:.2g} in the logs, the decay brings {gain:.2g}: give validation losses"
     return DecayForecast(loss, min(ends) - error, max(ends) + error, gain, refusal)
+
+
+# ---- of the folders of a run and its branches
+
+
+def line_of_branch(folder: Path, start: int, decay: Sequence[float]) -> str | None:
+    """What a decay off a run would end at, on one line; None where the run has logged too little to ask.
+
+    Args:
+        folder: of the run; decays off it that were logged beside it are read too.
+        start: optimizer steps done where the decay starts.
+        decay: learning rates of its steps, over the peak.
+    """
+    log = read_run(folder, all_metrics=True).scalars
+    metric = next((role for role in ("val_loss", "loss") if len(_values(log, role, start)) >= LEAST_POINTS), None)
+    lrs = _values(log, "lr", start)
+    if metric is None or not lrs:
+        return None
+    run, whole = _curve(log, log, metric, start), _curve(log, log, metric, math.inf)
+    logs = ((read_run(branch, all_metrics=True).scalars, step) for branch, step in _branches(folder))
+    others = [whole, *(_curve(log, branch, metric, step) for branch, step in logs if _values(branch, metric))]
+    peak = max(lrs.values())
+    found = decay_forecast(run, peak * np.asarray(decay), [each for each in others if each.lrs[-1] < peak])
+    end = f"{'validation' if metric == 'val_loss' else 'training'} loss at the end of this decay"
+    if found.refusal:
+        return f"No forecast of the {end}: {found.refusal}"
+    return (
+        f"Forecast: {found.loss:.3f} ({found.low:.3f} to {found.high:.3f}) is the {end}, lower by {found.gain:.3f}, by "
+        "the multi-power law"
+    )
+
+
+def _branches(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of decays off a run, beside it, each with its first step."""
+    for branch in sorted(each for each in folder.parent.iterdir() if each.is_dir()):
+        callbacks = entry_at(settings_of(branch)[0], "trainer", "callbacks")
+        for callback in callbacks if isinstance(callbacks, list) else []:
+            trunk, step = (entry_at(callback, "init_args", name) for name in ("trunk", "trunk_step"))
+            is_origin = str(entry_at(callback, "class_path")).endswith("BranchLineage")
+            if is_origin and isinstance(step, int) and Path(str(trunk)).resolve().parent.parent == folder.resolve():
+                yield branch, step
+
+
+def _values(log: Scalars, role: str, end: float = math.inf) -> dict[int, float]:
+    """The values of a role that a loss or a learning rate can have, by optimizer steps done, up to `end` of them."""
+    series = next((found for name in ROLES[role] if (found := log.series(name))), {})
+    return {step + 1: value for step, value in series.items() if step < end and 0 <= value < math.inf}
+
+
+def _curve(trunk: Scalars, branch: Scalars, role: str, start: float) -> LossCurve:
+    """The log of a run up to a step, and of its branch from there on; of the run alone if both are one."""
+    more = {each: {} if trunk is branch else _values(branch, each) for each in (role, "lr")}
+    losses, lrs = ({**_values(trunk, each, start), **more[each]} for each in (role, "lr"))
+    steps = np.array(sorted(step for step, loss in losses.items() if loss > 0), np.float64)
+    known = sorted(lrs)
+    return LossCurve(
+        steps, np.array([losses[int(step)] for step in steps]), np.interp(steps, known, [lrs[step] for step in known])
+    )
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def _state(folder: Path, scalars: Scalars, losses: Sequence[str], steps: int | N
         return "failed"
     if any(min(values[-3:]) > _DIVERGED * abs(values[0]) for values in series):
         return "diverged"
-    planned = _at(document, "trainer", "max_steps")
+    planned = entry_at(document, "trainer", "max_steps")
     if scalars.facts.ended or (isinstance(planned, int) and 0 < planned <= steps):
         return "finished"
     return "active" if now - last_written(folder, "metrics.csv", "goodput.json") < ACTIVE_SECONDS else "stopped"
@@ -283,7 +283,8 @@ def settings_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return {}, unread
 
 
-def _at(document: Any, *names: str) -> Any:
+def entry_at(document: Any, *names: str) -> Any:
+    """An entry of nested settings; None where there is none."""
     for name in names:
         document = document.get(name) if isinstance(document, dict) else None
     return document
@@ -291,33 +292,39 @@ def _at(document: Any, *names: str) -> Any:
 
 def _tokens(document: Any, scalars: Scalars, steps: int | None) -> int | None:
     """Tokens of all steps: rows, length, accumulation and processes by the settings; None where one is not known."""
-    trainer, data = _at(document, "trainer"), _at(document, "data", "init_args")
-    sizes = [_at(data, "micro_batch_size"), _at(data, "seq_len"), _at(trainer, "accumulate_grad_batches") or 1]
+    trainer, data = entry_at(document, "trainer"), entry_at(document, "data", "init_args")
+    sizes = [
+        entry_at(data, "micro_batch_size"),
+        entry_at(data, "seq_len"),
+        entry_at(trainer, "accumulate_grad_batches") or 1,
+    ]
     if steps is None or not all(map(_is_count, sizes)):
         return None
-    if any("BatchSizeWarmup" in str(_at(callback, "class_path")) for callback in _list(_at(trainer, "callbacks"))):
+    if any(
+        "BatchSizeWarmup" in str(entry_at(callback, "class_path")) for callback in _list(entry_at(trainer, "callbacks"))
+    ):
         batches = scalars.series(_BATCH)
         if len(batches) < steps or not set(range(steps)) <= batches.keys():
             return None
         tokens = sum(batches[step] for step in range(steps))
         return round(tokens) if math.isfinite(tokens) else None
     # an elastic run keeps the rows of the full run that its recipe describes, on however many processes
-    processes = _data_ranks(trainer, None if _at(document, "elastic") else scalars.facts.devices)
+    processes = _data_ranks(trainer, None if entry_at(document, "elastic") else scalars.facts.devices)
     return None if processes is None else math.prod(sizes) * processes * steps
 
 
 def _data_ranks(trainer: Any, world: int | None) -> int | None:
     """Number of processes with rows of their own, of `world` processes, or of those that the settings name."""
     if world is None:
-        devices, nodes = _at(trainer, "devices"), _at(trainer, "num_nodes") or 1
+        devices, nodes = entry_at(trainer, "devices"), entry_at(trainer, "num_nodes") or 1
         if isinstance(devices, list):
             devices = len(devices)
-        if _at(trainer, "accelerator") == "cpu" and devices == "auto":
+        if entry_at(trainer, "accelerator") == "cpu" and devices == "auto":
             devices = 1
         if not _is_count(devices) or not _is_count(nodes):
             return None
         world = devices * nodes
-    mesh = _at(trainer, "strategy", "init_args", "mesh")
+    mesh = entry_at(trainer, "strategy", "init_args", "mesh")
     same_rows = mesh.keys() - {"replicate", "shard", "expert"} if isinstance(mesh, dict) else ()
     return world // math.prod(mesh[axis] for axis in same_rows if _is_count(mesh[axis]))
 
@@ -345,7 +352,7 @@ def flat(document: Any, before: str = "") -> dict[str, Any]:
         return {
             key: value for name, inner in document.items() for key, value in flat(inner, f"{before}{name}.").items()
         }
-    if isinstance(document, list) and document and all(_at(one, "class_path") for one in document):
+    if isinstance(document, list) and document and all(entry_at(one, "class_path") for one in document):
         names = [str(one["class_path"]).rpartition(".")[2] for one in document]
         found: dict[str, Any] = {before.removesuffix("."): ", ".join(names)}
         for name, one in zip(names, document, strict=True):

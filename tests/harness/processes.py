@@ -6,6 +6,7 @@ costs a tenth of a second in place of eight seconds of importing.
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import random
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+
+from lightning_tricks.accounting import device_speed
 
 PRELOADED = ["lightning.pytorch", "torch.distributed.tensor", "torch.distributed.fsdp", "lightning_tricks.cli"]
 
@@ -56,11 +59,18 @@ def free_port() -> int:
 
 
 def _enter(
-    rank: int, function: Callable[..., Any], environment: dict[str, str], args: tuple[Any, ...], folder: str | None
+    rank: int,
+    function: Callable[..., Any],
+    environment: dict[str, str],
+    fast_bf16: bool,
+    args: tuple[Any, ...],
+    folder: str | None,
 ) -> None:
     """Call the function as a rank of a group, which has a folder for what its ranks return, or alone."""
     os.environ.clear()  # that of the server is the one in which the first test started it
     os.environ.update(environment, OMP_NUM_THREADS="1")
+    # where bf16 is about as fast as fp32, a measurement of its own could tell each process something else
+    device_speed.bf16_time_ratio = lambda threads: 0.0 if fast_bf16 else math.inf
     if folder is None:
         function(*args)
     else:
@@ -78,7 +88,7 @@ def start(function: Callable[..., Any], *args: Any, world: int = 2) -> Any:
     environment.pop("PL_GLOBAL_SEED", None)  # of an earlier test: strategies would seed anew from it
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     folder = tempfile.mkdtemp(prefix="returned-")
-    own = (function, environment, args, folder)
+    own = (function, environment, device_speed.has_fast_bf16("cpu"), args, folder)
     started: Any = mp.start_processes(_enter, args=own, nprocs=world, join=False, start_method="forkserver")
     started.returned = folder
     return started
@@ -87,7 +97,7 @@ def start(function: Callable[..., Any], *args: Any, world: int = 2) -> Any:
 def start_alone(function: Callable[..., Any], *args: Any) -> Any:
     """Start `function(*args)` in one process that belongs to no group and may start others; `end` waits for it."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    own = (function, environment, args, None)
+    own = (function, environment, device_speed.has_fast_bf16("cpu"), args, None)
     return mp.start_processes(_enter, args=own, join=False, start_method="forkserver")
 
 

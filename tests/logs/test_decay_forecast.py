@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.logs.decay_forecast import LossCurve, decay_forecast
+from lightning_tricks.logs.decay_forecast import LossCurve, decay_forecast, line_of_branch
 
 WARMUP, STEPS, EVERY = 100, 4000, 20
 
@@ -97,3 +97,54 @@ def test_broken_logs_are_errors():
     for losses, of in ((np.full(30, np.nan), steps), (np.ones(30), steps[::-1])):
         with pytest.raises(UsageError, match="not finite, or with steps that fall: leave these points out"):
             LossCurve(of, losses, np.ones(30))
+
+
+# ---- of the folders of a run and its branches
+
+
+def logged(folder, lrs, start=0, metric="val/loss"):
+    """The log of a run, in which a validation of every 20th step stands beside the learning rate."""
+    folder.mkdir(parents=True)
+    losses = law(lrs)
+    rows = [
+        f"{step - 1},{losses[step - 1]},{3e-4 * lrs[step - 1]}" for step in range(start + EVERY, len(lrs) + 1, EVERY)
+    ]
+    (folder / "metrics.csv").write_text("\n".join([f"step,{metric},train/lr", *rows, ""]))
+    return folder
+
+
+def branched(folder, trunk, start, steps):
+    """The log of a decay off a trunk, which says so in its recipe."""
+    origin = f"{{trunk: {trunk}/checkpoints/step={start}.ckpt, trunk_step: {start}, decay_steps: {steps}}}"
+    logged(folder, decayed(start, steps), start)
+    callback = f"{{class_path: lightning_tricks.callbacks.BranchLineage, init_args: {origin}}}"
+    (folder / "config.yaml").write_text(f"trainer: {{callbacks: [LearningRateMonitor, {callback}]}}")
+
+
+def test_the_line_of_a_branch_is_made_of_the_logs_of_its_trunk_and_of_an_earlier_branch(tmp_path):
+    trunk = logged(tmp_path / "version_0", stable(5000))
+    line = line_of_branch(trunk, STEPS, AHEAD)
+    assert line.startswith("No forecast of the validation loss at the end of this decay: the learning rate never fell")
+    branched(tmp_path / "version_1", trunk, 2000, 400)
+    branched(tmp_path / "version_2", tmp_path / "other", 2000, 400)  # of another trunk
+    (tmp_path / "version_3").mkdir()
+    (tmp_path / "version_3/config.yaml").write_text("trainer: {callbacks: [{init_args: 3}, BranchLineage]}")
+    expected = decay_forecast(curve(stable(), 3e-4), 3e-4 * AHEAD, [curve(EARLIER, 3e-4)])
+    assert line_of_branch(trunk, STEPS, AHEAD) == (
+        f"Forecast: {expected.loss:.3f} ({expected.low:.3f} to {expected.high:.3f}) is the validation loss at the end "
+        f"of this decay, lower by {expected.gain:.3f}, by the multi-power law"
+    )
+
+
+def test_a_trunk_that_has_decayed_itself_needs_no_earlier_branch(tmp_path):
+    trunk = logged(tmp_path / "version_0", decayed(4000, 400), metric="train/loss")
+    line = line_of_branch(trunk, 3000, AHEAD)
+    end = law(np.append(stable(3000), AHEAD))[-1]
+    low, high = map(float, line.partition("(")[2].partition(")")[0].split(" to "))
+    assert low < end < high
+    assert "is the training loss" in line
+
+
+def test_there_is_no_line_without_a_log_of_enough_points(tmp_path):
+    assert line_of_branch(tmp_path, STEPS, AHEAD) is None
+    assert line_of_branch(logged(tmp_path / "version_0", stable(380)), 380, AHEAD) is None
