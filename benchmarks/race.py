@@ -37,13 +37,14 @@ SEEDS = {"tune": (0,), "tune_long": (0,), "screen": (1, 2), "finals": (11, 12, 1
 
 
 class Clock(pl.Callback):
-    """Processor seconds of each training step, and bits per byte of each validation."""
+    """Processor seconds of each training step, bits per byte of each validation, and what the model copies at the end."""
 
     last: "Clock"
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.bits: dict[int, float] = {}
+        self.copied: float | None = None
         Clock.last = self
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -58,6 +59,17 @@ class Clock(pl.Callback):
         """Note what was measured, with the number of steps."""
         if not trainer.sanity_checking:
             self.bits[trainer.global_step] = trainer.callback_metrics["val/bits_per_byte"].item()
+
+    @torch.no_grad()
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Nats by which 64 random tokens are easier at their second time: what heads that copy bring."""
+        if (decoder := getattr(pl_module, "decoder", None)) is not None:
+            generator = torch.Generator().manual_seed(0)
+            length = min(64, trainer.datamodule.seq_len // 2)
+            ids = torch.randint(decoder.config.vocab_size, (16, length), generator=generator).repeat(1, 2)
+            logits = pl_module(ids[:, :-1]).float().transpose(1, 2)
+            nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")
+            self.copied = (nats[:, : length - 1].mean() - nats[:, length:].mean()).item()
 
 
 def fit(name: str, seed: int, steps: int, validate: bool = True) -> Clock:
@@ -113,7 +125,7 @@ def run(stage: str, name: str, seed: int, steps: int) -> dict[str, Any]:
         "stage": stage, "arm": name, "recipe": ARMS[name].recipe, "options": ARMS[name].options, "seed": seed,
         "steps": steps, "bits_per_byte": list(clock.bits.values()), "at_steps": list(clock.bits),
         "step_seconds": round(statistics.median(clock.seconds), 4), "seconds": round(sum(clock.seconds), 1),
-        "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__,
+        "copied_nats": clock.copied, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__,
     }  # fmt: skip
 
 

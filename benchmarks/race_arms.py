@@ -45,8 +45,13 @@ def rules(embed: str = "lr_scale: 4.0", head: str = "lr_scale: 1.5", other: str 
 
 FINALS = {
     "stock": Arm("stock", "GPT-2 in plain torch, AdamW, Lightning's defaults", same_cost=False),
-    "adamw": Arm("adamw", "AdamW, tuned"),
+    "adamw": Arm("adamw", "AdamW, tuned: the small.yaml of 2026-11 in small"),
     "muon": Arm("muon", "Muon for matrices and AdamW for the rest, tuned", "adamw", same_cost=False),
+    "stack": of_muon(
+        "Muon with Polar Express, blocks compiled",
+        {"model.optimizer.coefficients": "polar_express", "model.compile_blocks": "true"},
+        same_cost=False,
+    ),
 }
 
 SCREENED = {

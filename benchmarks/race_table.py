@@ -137,12 +137,13 @@ def tricks_table(runs: Sequence[Run]) -> str:
 
 def tuning_table(runs: Sequence[Run]) -> str:
     """The learning rates tried, on a seed of their own."""
-    lines = [
-        [f"`{name}`", arm.what, f"{statistics.mean(found.values()):.4f}"]
-        for name, arm in TUNED.items()
-        if (found := ends(runs, "tune", name))
-    ]
-    return rows(["arm", "", "bits/byte"], lines)
+    lines = []
+    for name in (*TUNED, *FINALS):
+        found = [ends(runs, stage, name) for stage in ("tune", "tune_long")]
+        if any(found):
+            cells = [f"{statistics.mean(each.values()):.4f}" if each else "" for each in found]
+            lines.append([f"`{name}`", ARMS[name].what, *cells])
+    return rows(["arm", "", "600 steps", "2,400 steps"], lines)
 
 
 def claims_table(runs: Sequence[Run]) -> str:

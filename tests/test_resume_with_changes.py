@@ -76,6 +76,7 @@ HERE = {
     "`seq_len`": GoesOn({"seq_len": 8, **shape(max_seq_len=16)}, OTHER_DATA, rows=False, weights=False),
     "other files, or text": GoesOn({"files": "other"}, OTHER_DATA, rows=False, weights=False),
     "`seed` of the data": GoesOn({"seed": 5}, OTHER_DATA, rows=False, weights=False),
+    "`shuffle`": GoesOn({"shuffle": "documents"}, OTHER_DATA, rows=False, weights=False),
     "`num_workers`": GoesOn({"num_workers": 1}),
     # model
     "`seed_everything`": GoesOn({"of_all": 5}),

@@ -47,9 +47,9 @@ class MatrixLayout(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Inputs of each matrix; those of a convolution count the kernel."""
-        count = self.shape[0] if self.stacked else 1
-        return math.prod(self.shape) // max(self.outputs * count, 1)
+        """Inputs of each matrix, also of an empty stack; those of a convolution count the kernel."""
+        others = {self.output_dim, 0} if self.stacked else {self.output_dim}
+        return math.prod(size for dim, size in enumerate(self.shape) if dim not in others)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ def layouts(module):
 
 @given(
     parts=st.lists(st.integers(1, 3), min_size=1, max_size=3), inputs=st.integers(1, 4),
-    stack=st.none() | st.integers(1, 3), output_last=st.booleans(), interleaved=st.booleans(),
+    stack=st.none() | st.integers(0, 3), output_last=st.booleans(), interleaved=st.booleans(),
 )  # fmt: skip
 def test_a_weight_that_is_split_and_joined_is_the_same(parts, inputs, stack, output_last, interleaved):
     parts = parts[:1] * len(parts) if interleaved else parts
