@@ -1,4 +1,4 @@
-"""Does a ladder foretell real runs? Its rungs are trained, then forecasts of larger sizes are written, then these train.
+"""Does a ladder foretell real runs? Its rungs train, forecasts of larger sizes are written, and then these train.
 
     python -m benchmarks.ladder_family          # tiny.yaml at four times its length: about 40 minutes of one core
 
@@ -7,6 +7,7 @@ a kill: finished runs are kept, and a forecast that is on file is not made again
 """
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -55,11 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         built.append(ladder)
         return train(ladder, *rest)
 
-    with patch.object(command, "_train", keep):
-        try:
-            program.run(["ladder", *(recipe or RECIPE), "--out", str(options.folder)])
-        except SystemExit:  # the recipe's own forecast is refused
-            pass
+    # the recipe's own forecast may be refused
+    with patch.object(command, "_train", keep), contextlib.suppress(SystemExit):
+        program.run(["ladder", *(recipe or RECIPE), "--out", str(options.folder)])
     (ladder,) = built
     record = forecast_file.read_forecast("folder", str(options.folder))
     rungs = forecast_file.rungs_of(record)
@@ -77,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found, said = lost or ladder.train(RungRun(number, size), 0), run["forecast"]
         run |= {"loss": found, "miss": found / said["loss"] - 1, "is_inside": said["low"] <= found <= said["high"]}
         write(out, result)
-        print(f"{said['distance']:.3g} x: {found:.4f}, forecast {said['loss']:.4f} "
-              f"({said['low']:.4f} to {said['high']:.4f}), {run['miss']:+.2%}; {said['refusal'] or 'not refused'}")  # fmt: skip
+        interval = f"{said['low']:.4f} to {said['high']:.4f}"
+        print(f"{said['distance']:.3g} x: {found:.4f}, forecast {said['loss']:.4f} ({interval}), {run['miss']:+.2%}")
+        print(said["refusal"] or "not refused", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ SEEDS = {"tune": (0,), "tune_long": (0,), "screen": (1, 2), "finals": (11, 12, 1
 
 
 class Clock(pl.Callback):
-    """Processor seconds of each training step, bits per byte of each validation, and what the model copies at the end."""
+    """Processor seconds of each training step, bits per byte of each validation, and what is copied at the end."""
 
     last: "Clock"
 
