@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -157,6 +158,19 @@ def test_start_up(tmp_path, monkeypatch):
     first, steps = (read(tmp_path / "a")["cases"][name] for name in ("first_step", "steps"))
     assert first["seconds"] == first["rounds"][0]
     assert all(value < 1 for value in steps["seconds"])  # a twentieth of what `ls` takes more than `--version`
+
+
+def test_branch_forecast(tmp_path, text_file, monkeypatch):
+    branches = module("branch_forecast")
+    monkeypatch.setattr(branches, "STARTS", {40: 10, 80: 20})
+    monkeypatch.setattr(branches, "EVERY", 2)
+    data = ["--data.files", text_file, "--data.vocab_size", "300", "--data.cache_dir", str(tmp_path / "cache")]
+    small = ["--data.seq_len", "16", "--model.decoder.d_model", "16", "--trainer.limit_val_batches", "1"]
+    branches.main(["--out", str(tmp_path / "out.json"), *data, *small])
+    first, second = read(tmp_path / "out.json")["branches"]
+    assert "never fell" in first["line"]
+    assert "loss at the end of this decay" in second["line"]
+    assert math.isfinite(first["loss"] + second["loss"])
 
 
 def test_overhead(tmp_path, monkeypatch, capsys):
