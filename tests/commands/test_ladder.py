@@ -179,6 +179,7 @@ def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_t
     for name in ("MemoryMonitor", "SampleText", "SafeCheckpoint"):
         text = text.replace(f"class_path: {name}", f"class_path: lightning_tricks.{name}")
     text = text.replace("- MemoryMonitor", "- {class_path: lightning_tricks.MemoryMonitor}")
+    text = text.replace("{lr: 1.0e-2}", "{lr: 1.0e-2, momentum_warmup_steps: 8, ns_steps: 5}")  # as Muon has them
     ladder = made(text)
     shape = dataclasses.replace(ladder.recipe.config, d_model=16, n_heads=4, d_ff=64)
     size = dataclasses.replace(ladder.recipe, config=shape, steps=30, rows=4)
@@ -189,7 +190,7 @@ def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_t
     assert model["decoder"]["init_args"]["d_model"] == 16
     assert model["mup"] == {"base_width": 64, "base_head_dim": 16}
     assert model["schedule"]["init_args"] == {"warmup_steps": 3, "decay_steps": 6}
-    assert model["optimizer"]["init_args"]["lr"] == 2e-2
+    assert model["optimizer"]["init_args"] == {"lr": 2e-2, "momentum_warmup_steps": 2, "ns_steps": 5}
     assert (trainer["max_steps"], trainer["val_check_interval"], trainer["log_every_n_steps"]) == (30, 15, 5)
     assert trainer["limit_val_batches"] == 8, "the same validation rows"
     assert (found["seed_everything"], found["resume"]) == (8, "auto")
@@ -313,6 +314,9 @@ def test_a_budget_takes_the_nearest_ladder_that_fits_and_one_that_is_too_small_i
         door.run(["ladder", *OPTIONS, "--budget", "1s"])
     minutes = str(error.value).split("--budget ")[1].split("m")[0]
     assert call("--budget", f"{minutes}m") in (0, 1)
+    assert call() in (0, 1), "the plan on file"
+    with pytest.raises(UsageError, match=r"its rungs are of another recipe \(budget\): give the same options"):
+        door.run(["ladder", *OPTIONS, "--budget", "9h"])
     with pytest.raises(UsageError, match="budget=20: give a time such as 90s, 20m or 1h30m"):
         door.run(["ladder", *OPTIONS, "--budget", "20"])
     assert command._seconds("1h30m") == 5400
@@ -327,6 +331,9 @@ def test_a_learning_rate_that_is_a_step_off_is_refused_with_the_one_to_take():
     command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 4.0, "rung-2-lr-0.5": math.nan})
     with pytest.raises(UsageError, match=r"rung 2 ends at 3.9000 with 2 times .* take --model.optimizer.lr 0.02, and"):
         command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 3.9})
+    muon = made(RECIPE.replace("AdamW, init_args: {lr: 1.0e-2}", "MuonAdamW, init_args: {lr: 4.0e-3, muon_lr: 1.0e-2}"))
+    with pytest.raises(UsageError, match=r"take --model.optimizer.lr 0.008 --model.optimizer.muon_lr 0.02, and"):
+        command._check_lr(muon, runs, losses | {"rung-2-lr-2": 3.9})
 
 
 def test_what_no_ladder_can_be_made_of_is_refused_in_a_line(toy, monkeypatch):

@@ -191,10 +191,11 @@ def _mappings(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _scale_steps(model: dict[str, Any], factor: float) -> None:
-    """Make each length of a schedule longer or shorter, in place."""
+    """Make each length of a schedule longer or shorter, in place; `ns_steps` are those inside of a step of Muon."""
     for node in _mappings(model):
         for key, value in node.items():
-            if type(value) is int and value > 0 and (key.endswith("_steps") or key == "decay_start"):
+            is_length = key == "decay_start" or (key.endswith("_steps") and key != "ns_steps")
+            if is_length and type(value) is int and value > 0:
                 node[key] = max(1, round(value * factor))
 
 
