@@ -256,6 +256,7 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
     door.run(["compare", "--forecast", "out/forecast.json", "runs/toy", "--html", "page.html"])
     lines = capsys.readouterr().out.splitlines()
     assert "version_0: got" in lines[1]
+    assert "last validation" not in lines[1]
     assert "90 % interval" in lines[1]
     assert lines[2] == "compare: version_1: not the run of the forecast: model.weight_decay differ"
     assert Path("page.html").read_text().count("version_0") >= 2
@@ -265,6 +266,11 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
     assert one["forecast"]["miss"] == pytest.approx(one["val_loss"] / found["loss"] - 1)
     assert one["forecast"]["is_inside"] == (found["low"] <= one["val_loss"] <= found["high"])
     assert other["forecast"]["loss"] is None
+    early = read_run(Path("runs/toy/version_0"))
+    early.scalars.metrics["val/loss"].steps.pop()
+    early.scalars.metrics["val/loss"].values.pop()
+    line = forecast_file.outcome(forecast_file.read_forecast("x", "out"), early)["line"]
+    assert "; its last validation was at step 60, and not at the end" in line
     door.run(["compare", "--speedup", "out", "runs/toy/version_0", "runs/toy/version_1", "--json", "-"])
     factor = json.loads(capsys.readouterr().out)
     assert factor["method"] in ("floor", "local slope")
@@ -273,11 +279,13 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
 
 def test_a_speedup_of_runs_on_other_text_is_refused(finished, capsys):
     call()
-    for text in ("16", "8"):
-        door.run(["fit", "--config", "toy.yaml", "--data.seq_len", text])
-    runs, _ = read_runs(["runs/toy/version_0", "runs/toy/version_1"], {})
+    for option, value in (("seq_len", "16"), ("seq_len", "8"), ("shuffle", "documents")):
+        door.run(["fit", "--config", "toy.yaml", f"--data.{option}", value])
+    runs, _ = read_runs([f"runs/toy/version_{number}" for number in range(3)], {})
+    record = forecast_file.read_forecast("x", "out")
     with pytest.raises(UsageError, match=r"version_1: data.seq_len is not that of the ladder"):
-        forecast_file.speedup_of(forecast_file.read_forecast("x", "out"), [[runs[0]], [runs[1]]])
+        forecast_file.speedup_of(record, [[runs[0]], [runs[1]]])
+    assert forecast_file.speedup_of(record, [[runs[0]], [runs[2]]]).method in ("floor", "local slope")
 
 
 def test_a_ladder_that_was_cut_goes_on_in_the_middle_of_its_rung_to_the_bit(finished, monkeypatch):
