@@ -175,11 +175,13 @@ def made(settings=RECIPE, validations=2):
 
 
 def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_that_change_training(monkeypatch):
-    text = RECIPE.replace("- StepGuard", "- {class_path: lightning_tricks.StepGuard}")
+    average = "{class_path: lightning_tricks.TailAverage, init_args: {horizon_steps: 40}}"
+    text = RECIPE.replace("- StepGuard", f"- {{class_path: lightning_tricks.StepGuard}}\n    - {average}")
     for name in ("MemoryMonitor", "SampleText", "SafeCheckpoint"):
         text = text.replace(f"class_path: {name}", f"class_path: lightning_tricks.{name}")
     text = text.replace("- MemoryMonitor", "- {class_path: lightning_tricks.MemoryMonitor}")
     text = text.replace("{lr: 1.0e-2}", "{lr: 1.0e-2, momentum_warmup_steps: 8, ns_steps: 5}")  # as Muon has them
+    text = text.replace("val_fraction: 0.3}", "weights: [{weights: {a: 1}, at_tokens: 7680}, {weights: {a: 0}}]}")
     ladder = made(text)
     shape = dataclasses.replace(ladder.recipe.config, d_model=16, n_heads=4, d_ff=64)
     size = dataclasses.replace(ladder.recipe, config=shape, steps=30, rows=4)
@@ -193,9 +195,12 @@ def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_t
     assert model["optimizer"]["init_args"] == {"lr": 2e-2, "momentum_warmup_steps": 2, "ns_steps": 5}
     assert (trainer["max_steps"], trainer["val_check_interval"], trainer["log_every_n_steps"]) == (30, 15, 5)
     assert trainer["limit_val_batches"] == 8, "the same validation rows"
+    changes = [{"weights": {"a": 1}, "at_tokens": 960}, {"weights": {"a": 0}}]
+    assert found["data"]["init_args"]["weights"] == changes, "at half of its tokens, as in the recipe"
     assert (found["seed_everything"], found["resume"]) == (8, "auto")
     names = [each["class_path"].rpartition(".")[2] for each in trainer["callbacks"]]
-    assert names == ["StepGuard", "SafeCheckpoint"]
+    assert names == ["StepGuard", "TailAverage", "SafeCheckpoint"]
+    assert trainer["callbacks"][1]["init_args"] == {"horizon_steps": 10}
     assert ladder.settings == yaml.safe_load(text), "the recipe's own settings stay"
 
 
