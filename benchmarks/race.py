@@ -1,7 +1,7 @@
 """What is each trick worth, at equal processor time, on a task that anyone repeats on a laptop?
 
     python -m benchmarks.race --list            # the arms, their options, and the processor time of a run of each
-    python -m benchmarks.race polar_express     # one row of the table: the trick and its base, two seeds each
+    python -m benchmarks.race polar_express     # one row of the table: the trick, its base and AdamW, two seeds each
     python -m benchmarks.race --stage finals    # a stage; what its result file holds already is kept
 
 Each arm is a recipe of recipes/race and options on top of it, on Python's own sources. An arm gets as many steps as its
