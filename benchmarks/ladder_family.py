@@ -37,9 +37,10 @@ DISTANCES = (4.0, 5.5, 7.5)  # FLOPs of those that are held out over those of th
 
 
 def held_out(ladder: Ladder, top: float, distances: Sequence[float]) -> list[Size]:
-    """The sizes nearest to so many times the FLOPs of the largest rung; the recipe is one of them."""
+    """The sizes nearest to so many times the FLOPs of the largest rung, each once; the recipe is one of them."""
     sizes = [*sizes_below(ladder.recipe, ladder.mup, ladder.validations), ladder.recipe]
-    return [min(sizes, key=lambda size: abs(math.log(size.flops / top / each))) for each in distances]
+    nearest = [min(sizes, key=lambda size: abs(math.log(size.flops / top / each))) for each in distances]
+    return [size for number, size in enumerate(nearest) if size not in nearest[:number]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

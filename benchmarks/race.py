@@ -1,7 +1,7 @@
 """What is each trick worth, at equal processor time, on a task that anyone repeats on a laptop?
 
     python -m benchmarks.race --list            # the arms, their options, and the processor time of a run of each
-    python -m benchmarks.race polar_express     # one row of the table: the trick and its base, two seeds each
+    python -m benchmarks.race polar_express     # one row of the table: the trick, its base and AdamW, two seeds each
     python -m benchmarks.race --stage finals    # a stage; what its result file holds already is kept
 
 Each arm is a recipe of recipes/race and options on top of it, on Python's own sources. An arm gets as many steps as its
@@ -12,6 +12,7 @@ seeds: the same first weights, as far as the shapes are equal, and the same batc
 import argparse
 import fcntl
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -145,12 +146,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def append(path: Path, line: dict[str, Any]) -> None:
     """Add a run to a result file, which several processes may do at once."""
-    with Path(tempfile.gettempdir(), f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(path.absolute().parent, os.O_RDONLY)  # locked itself: processes may differ in TMPDIR
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         result = {"machine": machine.describe(), "runs": []}
         if path.exists():
             result = json.loads(path.read_text(encoding="utf-8"))
         write(path, {**result, "runs": [*result["runs"], line]})
+    finally:
+        os.close(folder)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.race_arms import ARMS, FINALS, REFERENCE, SCREENED, TUNED
+from benchmarks.race_arms import ARMS, FINALS, REFERENCE, SCREENED, TUNED, Arm
 from lightning_tricks.logs.intervals import pooled_spread, student_t
 
 Run = dict[str, Any]
@@ -55,9 +55,9 @@ def slope(runs: Sequence[Run]) -> float:
     return (means[0] - means[1]) / math.log(steps["finals"] / steps["screen"])
 
 
-def spread(runs: Sequence[Run], stage: str, names: Sequence[str]) -> tuple[float, int]:
+def spread(runs: Sequence[Run], stage: str, names: Sequence[str], base: str | None = None) -> tuple[float, int]:
     """Standard deviation of such a difference over seeds, of all arms together; NaN where none has two seeds."""
-    found = pooled_spread([differences(runs, stage, name, ARMS[name].base or REFERENCE) for name in names])
+    found = pooled_spread([differences(runs, stage, name, base or ARMS[name].base or REFERENCE) for name in names])
     return found or (math.nan, 1)
 
 
@@ -92,13 +92,18 @@ def rows(title: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([row(title), row(["---"] * len(title)), *map(row, lines)])
 
 
+def _sign(arm: Arm) -> int:
+    """Of the worth of its trick, by its loss: -1 where the base has the trick."""
+    return -1 if arm.without else 1
+
+
 def finals_table(runs: Sequence[Run]) -> str:
     """The finals: bits per byte by arm, against AdamW."""
-    sd = spread(runs, "finals", [name for name in FINALS if name != REFERENCE])
+    sd = spread(runs, "finals", [name for name in FINALS if name != REFERENCE], REFERENCE)
     lines = []
     for name, arm in FINALS.items():
         found = ends(runs, "finals", name)
-        steps = {run["steps"] for run in runs if (run["stage"], run["arm"]) == ("finals", name)}
+        steps = sorted({run["steps"] for run in runs if (run["stage"], run["arm"]) == ("finals", name)})
         if not found:
             lines.append([f"`{name}`", arm.what, "not run", "", "", ""])
             continue
@@ -106,7 +111,8 @@ def finals_table(runs: Sequence[Run]) -> str:
         against = "" if name == REFERENCE or seen is None else with_interval(seen.change, seen.half_width)
         seconds = statistics.mean(run["seconds"] for run in runs if (run["stage"], run["arm"]) == ("finals", name))
         lines.append([
-            f"`{name}`", arm.what, f"{statistics.mean(found.values()):.4f}", against, str(*steps), f"{seconds / 60:.1f}"
+            f"`{name}`", arm.what, f"{statistics.mean(found.values()):.4f}", against, ", ".join(map(str, steps)),
+            f"{seconds / 60:.1f}",
         ])  # fmt: skip
     return rows(["arm", "", "bits/byte", "against `adamw`", "steps", "CPU min"], lines)
 
@@ -120,8 +126,7 @@ def tricks_table(runs: Sequence[Run]) -> str:
         if seen is None:
             missing.append(name)
             continue
-        sign = -1 if arm.without else 1
-        worth, time = math.expm1(sign * math.log1p(seen.change)), seen.time**sign
+        worth, time = math.expm1(_sign(arm) * math.log1p(seen.change)), seen.time ** _sign(arm)
         found.append((worth, time, name, arm, seen))
     lines = [
         [
@@ -183,8 +188,8 @@ def _tuning(runs: Sequence[Run]) -> str:
     sd = spread(runs, "screen", list(SCREENED))
     rates = [value for name in TUNED if name.startswith("adamw_lr") for value in ends(runs, "tune", name).values()]
     worth = {
-        name: seen.change for name, arm in SCREENED.items()
-        if not arm.without and (seen := change(runs, "screen", name, arm.base or REFERENCE, sd))
+        name: math.expm1(_sign(arm) * math.log1p(seen.change)) for name, arm in SCREENED.items()
+        if (seen := change(runs, "screen", name, arm.base or REFERENCE, sd))
     }  # fmt: skip
     if not rates or not worth:
         return "not run"
@@ -201,7 +206,7 @@ def _half_time(runs: Sequence[Run]) -> str:
     for name, arm in SCREENED.items():
         half, end = (differences(runs, "screen", name, arm.base or REFERENCE, middle) for middle in (True, False))
         if half:
-            means.append((statistics.mean(half), statistics.mean(end)))
+            means.append((_sign(arm) * statistics.mean(half), _sign(arm) * statistics.mean(end)))
     if len(means) < 2:
         return "not run"
     flipped = [half for half, end in means if half * end < 0]

@@ -23,7 +23,7 @@ from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_json
-from lightning_tricks.logs.decay_forecast import line_of_branch
+from lightning_tricks.logs.decay_forecast import line_of_branch, lr_of
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay
@@ -108,6 +108,7 @@ class Branch:
         self.json = json
         self.start = 0
         self.decay: list[float] = []  # learning rates of its steps, over the peak
+        self.lr: float | None = None
 
     def change(self, config: Any) -> None:
         """Look at the checkpoint, and let the decay start at its step."""
@@ -118,6 +119,7 @@ class Branch:
         _start_decays(settings, "model", trunk.step)
         self.start, end = trunk.step, trunk.step + self.decay_steps
         self.decay = [_built(settings["schedule"]).factor(step, end) for step in range(self.start, end)]
+        self.lr = lr_of({"model": config.model.as_dict()})
         trainer.max_steps = end
         trainer.max_epochs = None
         if "total_tokens" in config:  # another length in the recipe
@@ -144,7 +146,7 @@ class Branch:
                     "the trunk lies: give the logger another version or name, or the saver another dirpath"
                 )
         trunk = Path(self.ckpt_path).resolve().parent.parent
-        if trainer.is_global_zero and (line := line_of_branch(trunk, self.start, self.decay)):
+        if trainer.is_global_zero and (line := line_of_branch(trunk, self.start, self.decay, self.lr)):
             say(line)
 
     def options(self) -> list[str]:

@@ -27,7 +27,7 @@ _DECIDES = re.compile(
     r"(model|data|init_from|total_tokens)\b(?!.*\.(cache_dir|num_workers)$)|trainer\.(max_\w+|accumulate_grad_batches|"
     r"gradient_clip_\w+|precision|plugins|strategy|devices|num_nodes|overfit_batches|limit_(train|val)_batches|callbacks$)"
 )
-_OF_VALIDATION = re.compile(r"(data\.(?!micro_batch_size|packing|skip_samples)|trainer\.limit_val_batches)")
+_OF_VALIDATION = re.compile(r"(data\.(?!micro_batch_size|packing|shuffle|skip_samples)|trainer\.limit_val_batches)")
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +103,8 @@ def outcome(record: Mapping[str, Any], run: Run) -> dict[str, Any]:
     if found["loss"] is not None:
         got["miss"], got["is_inside"] = run.val_loss / found["loss"] - 1, found["low"] <= run.val_loss <= found["high"]
         line += f", predicted {_interval(found)}: {got['miss']:+.2%}, {'inside' if got['is_inside'] else 'outside'}"
+    if (last := max(run.scalars.series(METRIC), default=done - 1) + 1) < steps:
+        line += f"; its last validation was at step {last:,}, and not at the end"
     began = run.scalars.facts.first_time
     if began is not None and began < datetime.fromisoformat(record["date"]).timestamp():
         line += "; the run had begun before the forecast was written"

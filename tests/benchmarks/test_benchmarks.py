@@ -16,6 +16,9 @@ from cli.parsers import no_hyper_parameters, one_parser  # noqa: F401, fixtures
 from harness import preloaded
 
 import benchmarks
+from lightning_tricks import Llama
+from lightning_tricks.commands.ladder.rungs import Ladder
+from lightning_tricks.commands.ladder.sizes import Size, base_of
 
 pytestmark = pytest.mark.pages
 
@@ -251,6 +254,14 @@ def test_compare_trials(tmp_path, monkeypatch, numbers):
         trials.train(Path("runs"), numbers, kind, seed, steps=3)
     (row,) = trials.judge(Path("runs"), {"seeds": (runs, {})})
     assert row["lines"][0].startswith("no difference that these seeds can show")
+
+
+def test_ladder_family_holds_out_a_size_once_that_is_nearest_to_two_distances():
+    config = Llama(vocab_size=4096, d_model=256, n_layers=4, n_heads=4)
+    recipe = Size(config, steps=5000, rows=32, accumulate=4, ranks=1, seq_len=1024)
+    ladder = Ladder(Path("out"), {}, recipe, base_of(config, None), 2)
+    found = module("ladder_family").held_out(ladder, recipe.flops / 10, (4.0, 50.0, 70.0))
+    assert found[1:] == [recipe]
 
 
 def test_ladder_laws(tmp_path, capsys):

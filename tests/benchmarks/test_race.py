@@ -1,7 +1,9 @@
 """The race: what its tables say of runs, which runs are planned, and one run of it."""
 
+import fcntl
 import json
 import math
+import os
 import re
 
 import pytest
@@ -54,6 +56,23 @@ def test_the_finals_and_the_claims_come_from_the_runs():
     assert "| `adamw_lr_0.004` | lr 0.004 | 2.2000 |" in race_table.tuning_table(RUNS)
 
 
+def test_a_trick_that_the_base_has_is_ranked_by_what_its_lack_costs():
+    runs = [ran("screen", "adamw", 1, 3.0, 2.0), ran("screen", "cosine", 1, 2.9, 1.8), *RUNS[-2:]]
+    claims = race_table.claims_table([*runs, ran("screen", "warmup", 1, 3.2, 2.1), *RUNS[2:4]])
+    assert "100% of pairs of tricks change places; 0 of 2 cross their base" in claims
+    claims = race_table.claims_table([*runs, ran("screen", "warmup", 1, 3.2, 2.5), *RUNS[2:4]])
+    assert "the best trick, `warmup`, is worth -20.0 %" in claims
+
+
+def test_finals_of_several_lengths_and_bases_are_told(monkeypatch):
+    monkeypatch.setitem(FINALS, "stack", FINALS["muon"]._replace(base="muon"))
+    stack = [ran("finals", "stack", seed, 2.0, end, steps) for seed, end, steps in ((11, 0.8, 1100), (12, 0.9, 1090))]
+    found = cells(race_table.finals_table([*RUNS, *stack]), "stack")
+    # against AdamW the spread is that of ln 0.8 and ln 0.9, over two arms; t is 2.92
+    half = 100 * 2.92 * math.log(0.9 / 0.8) / 2 / math.sqrt(2)
+    assert found[3:5] == [f"-15.1 % ± {half:.1f}", "1090, 1100"]
+
+
 def test_an_arm_runs_beside_its_base_on_the_seeds_of_its_stage():
     assert list(race.planned("screen", ["polar_express"])) == [
         (name, seed, 600) for seed in (1, 2) for name in ("adamw", "muon", "polar_express")
@@ -61,6 +80,21 @@ def test_an_arm_runs_beside_its_base_on_the_seeds_of_its_stage():
     assert [run[1] for run in race.planned("finals", ["adamw"])] == [11, 12, 13]
     assert list(race.planned("tune", ["muon_lr_0.01_0.008"])) == [("muon_lr_0.01_0.008", 0, 600)]
     assert all(arm.base in FINALS for arm in {**SCREENED, **TUNED}.values())
+
+
+def test_processes_with_other_temporary_folders_wait_for_each_other(tmp_path, monkeypatch):
+    out, waits = tmp_path / "race.json", []
+
+    def write(path, result):
+        other = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waits.append(result["runs"])
+        os.close(other)
+
+    monkeypatch.setattr(race, "write", write)
+    race.append(out, {"arm": "adamw"})
+    assert waits == [[{"arm": "adamw"}]]
 
 
 def test_a_run_is_written_and_not_run_again(tmp_path, text_file, monkeypatch, capsys):

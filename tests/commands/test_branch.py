@@ -56,7 +56,9 @@ def test_a_branch_is_the_run_in_one_piece_to_the_bit(branched):
     assert min(small.logged(branched[0], "train/loss")) == START
 
 
-def test_learning_rate_and_shape_are_those_of_its_recipe_and_tensorboard_has_its_origin(trunk):
+def test_learning_rate_and_shape_are_those_of_its_recipe_and_tensorboard_has_its_origin(trunk, monkeypatch):
+    asked = []
+    monkeypatch.setattr(branch_module, "line_of_branch", lambda *given: asked.append(given))
     logger = "{class_path: ResumingTensorBoardLogger, init_args: {save_dir: runs, name: board}}"
     shape = ("--model.schedule.decay_shape", "cosine", "--model.schedule.min_ratio", "0.2")
     branch(START, 4, "--model.optimizer.lr", "3e-3", *shape, "--trainer.logger", logger)
@@ -64,6 +66,9 @@ def test_learning_rate_and_shape_are_those_of_its_recipe_and_tensorboard_has_its
     curve = WarmupStableDecay(warmup_steps=3, decay_start=START, decay_shape="cosine", min_ratio=0.2)
     expected = [(step, pytest.approx(curve.lr(3e-3, step, START + 4), rel=1e-6)) for step in range(START, START + 4)]
     assert points(run, "train/lr") == expected
+    assert asked == [
+        (Path(TRUNK).resolve().parent, START, [pytest.approx(lr.expected / 3e-3) for _, lr in expected], 3e-3)
+    ]
     (group, *_) = small.saved(run, START + 4)["optimizer_states"][0]["param_groups"]
     assert (group["initial_lr"], group["lr"]) == (3e-3, pytest.approx(6e-4))
     text = tensors(run).Tensors("branch/text_summary")

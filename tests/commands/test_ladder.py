@@ -175,10 +175,13 @@ def made(settings=RECIPE, validations=2):
 
 
 def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_that_change_training(monkeypatch):
-    text = RECIPE.replace("- StepGuard", "- {class_path: lightning_tricks.StepGuard}")
+    average = "{class_path: lightning_tricks.TailAverage, init_args: {horizon_steps: 40}}"
+    text = RECIPE.replace("- StepGuard", f"- {{class_path: lightning_tricks.StepGuard}}\n    - {average}")
     for name in ("MemoryMonitor", "SampleText", "SafeCheckpoint"):
         text = text.replace(f"class_path: {name}", f"class_path: lightning_tricks.{name}")
     text = text.replace("- MemoryMonitor", "- {class_path: lightning_tricks.MemoryMonitor}")
+    text = text.replace("{lr: 1.0e-2}", "{lr: 1.0e-2, momentum_warmup_steps: 8, ns_steps: 5}")  # as Muon has them
+    text = text.replace("val_fraction: 0.3}", "weights: [{weights: {a: 1}, at_tokens: 7680}, {weights: {a: 0}}]}")
     ladder = made(text)
     shape = dataclasses.replace(ladder.recipe.config, d_model=16, n_heads=4, d_ff=64)
     size = dataclasses.replace(ladder.recipe, config=shape, steps=30, rows=4)
@@ -189,12 +192,15 @@ def test_a_rungs_recipe_has_its_sizes_its_schedule_its_seed_and_only_callbacks_t
     assert model["decoder"]["init_args"]["d_model"] == 16
     assert model["mup"] == {"base_width": 64, "base_head_dim": 16}
     assert model["schedule"]["init_args"] == {"warmup_steps": 3, "decay_steps": 6}
-    assert model["optimizer"]["init_args"]["lr"] == 2e-2
+    assert model["optimizer"]["init_args"] == {"lr": 2e-2, "momentum_warmup_steps": 2, "ns_steps": 5}
     assert (trainer["max_steps"], trainer["val_check_interval"], trainer["log_every_n_steps"]) == (30, 15, 5)
     assert trainer["limit_val_batches"] == 8, "the same validation rows"
+    changes = [{"weights": {"a": 1}, "at_tokens": 960}, {"weights": {"a": 0}}]
+    assert found["data"]["init_args"]["weights"] == changes, "at half of its tokens, as in the recipe"
     assert (found["seed_everything"], found["resume"]) == (8, "auto")
     names = [each["class_path"].rpartition(".")[2] for each in trainer["callbacks"]]
-    assert names == ["StepGuard", "SafeCheckpoint"]
+    assert names == ["StepGuard", "TailAverage", "SafeCheckpoint"]
+    assert trainer["callbacks"][1]["init_args"] == {"horizon_steps": 10}
     assert ladder.settings == yaml.safe_load(text), "the recipe's own settings stay"
 
 
@@ -255,6 +261,7 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
     door.run(["compare", "--forecast", "out/forecast.json", "runs/toy", "--html", "page.html"])
     lines = capsys.readouterr().out.splitlines()
     assert "version_0: got" in lines[1]
+    assert "last validation" not in lines[1]
     assert "90 % interval" in lines[1]
     assert lines[2] == "compare: version_1: not the run of the forecast: model.weight_decay differ"
     assert Path("page.html").read_text().count("version_0") >= 2
@@ -264,6 +271,11 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
     assert one["forecast"]["miss"] == pytest.approx(one["val_loss"] / found["loss"] - 1)
     assert one["forecast"]["is_inside"] == (found["low"] <= one["val_loss"] <= found["high"])
     assert other["forecast"]["loss"] is None
+    early = read_run(Path("runs/toy/version_0"))
+    early.scalars.metrics["val/loss"].steps.pop()
+    early.scalars.metrics["val/loss"].values.pop()
+    line = forecast_file.outcome(forecast_file.read_forecast("x", "out"), early)["line"]
+    assert "; its last validation was at step 60, and not at the end" in line
     door.run(["compare", "--speedup", "out", "runs/toy/version_0", "runs/toy/version_1", "--json", "-"])
     factor = json.loads(capsys.readouterr().out)
     assert factor["method"] in ("floor", "local slope")
@@ -272,11 +284,13 @@ def test_the_run_of_the_recipe_is_told_beside_its_forecast(finished, capsys):
 
 def test_a_speedup_of_runs_on_other_text_is_refused(finished, capsys):
     call()
-    for text in ("16", "8"):
-        door.run(["fit", "--config", "toy.yaml", "--data.seq_len", text])
-    runs, _ = read_runs(["runs/toy/version_0", "runs/toy/version_1"], {})
+    for option, value in (("seq_len", "16"), ("seq_len", "8"), ("shuffle", "documents")):
+        door.run(["fit", "--config", "toy.yaml", f"--data.{option}", value])
+    runs, _ = read_runs([f"runs/toy/version_{number}" for number in range(3)], {})
+    record = forecast_file.read_forecast("x", "out")
     with pytest.raises(UsageError, match=r"version_1: data.seq_len is not that of the ladder"):
-        forecast_file.speedup_of(forecast_file.read_forecast("x", "out"), [[runs[0]], [runs[1]]])
+        forecast_file.speedup_of(record, [[runs[0]], [runs[1]]])
+    assert forecast_file.speedup_of(record, [[runs[0]], [runs[2]]]).method in ("floor", "local slope")
 
 
 def test_a_ladder_that_was_cut_goes_on_in_the_middle_of_its_rung_to_the_bit(finished, monkeypatch):
@@ -313,6 +327,9 @@ def test_a_budget_takes_the_nearest_ladder_that_fits_and_one_that_is_too_small_i
         door.run(["ladder", *OPTIONS, "--budget", "1s"])
     minutes = str(error.value).split("--budget ")[1].split("m")[0]
     assert call("--budget", f"{minutes}m") in (0, 1)
+    assert call() in (0, 1), "the plan on file"
+    with pytest.raises(UsageError, match=r"its rungs are of another recipe \(budget\): give the same options"):
+        door.run(["ladder", *OPTIONS, "--budget", "9h"])
     with pytest.raises(UsageError, match="budget=20: give a time such as 90s, 20m or 1h30m"):
         door.run(["ladder", *OPTIONS, "--budget", "20"])
     assert command._seconds("1h30m") == 5400
@@ -327,6 +344,9 @@ def test_a_learning_rate_that_is_a_step_off_is_refused_with_the_one_to_take():
     command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 4.0, "rung-2-lr-0.5": math.nan})
     with pytest.raises(UsageError, match=r"rung 2 ends at 3.9000 with 2 times .* take --model.optimizer.lr 0.02, and"):
         command._check_lr(ladder, runs, losses | {"rung-2-lr-2": 3.9})
+    muon = made(RECIPE.replace("AdamW, init_args: {lr: 1.0e-2}", "MuonAdamW, init_args: {lr: 4.0e-3, muon_lr: 1.0e-2}"))
+    with pytest.raises(UsageError, match=r"take --model.optimizer.lr 0.008 --model.optimizer.muon_lr 0.02, and"):
+        command._check_lr(muon, runs, losses | {"rung-2-lr-2": 3.9})
 
 
 def test_what_no_ladder_can_be_made_of_is_refused_in_a_line(toy, monkeypatch):

@@ -1,5 +1,7 @@
 """The end of a decay is that of the law on curves made by it, and refused where the logs do not tell it."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -113,12 +115,15 @@ def logged(folder, lrs, start=0, metric="val/loss"):
     return folder
 
 
-def branched(folder, trunk, start, steps):
+RECIPE = "model: {init_args: {optimizer: {init_args: {lr: %s}}}}"
+
+
+def branched(folder, trunk, start, steps, lr=3e-4):
     """The log of a decay off a trunk, which says so in its recipe."""
     origin = f"{{trunk: {trunk}/checkpoints/step={start}.ckpt, trunk_step: {start}, decay_steps: {steps}}}"
     logged(folder, decayed(start, steps), start)
     callback = f"{{class_path: lightning_tricks.callbacks.BranchLineage, init_args: {origin}}}"
-    (folder / "config.yaml").write_text(f"trainer: {{callbacks: [LearningRateMonitor, {callback}]}}")
+    (folder / "config.yaml").write_text(f"trainer: {{callbacks: [LearningRateMonitor, {callback}]}}\n{RECIPE % lr}")
 
 
 def test_the_line_of_a_branch_is_made_of_the_logs_of_its_trunk_and_of_an_earlier_branch(tmp_path):
@@ -134,6 +139,53 @@ def test_the_line_of_a_branch_is_made_of_the_logs_of_its_trunk_and_of_an_earlier
         f"Forecast: {expected.loss:.3f} ({expected.low:.3f} to {expected.high:.3f}) is the validation loss at the end "
         f"of this decay, lower by {expected.gain:.3f}, by the multi-power law"
     )
+
+
+def test_a_decay_with_another_learning_rate_than_the_trunk_is_not_forecast_nor_read(tmp_path):
+    trunk = logged(tmp_path / "version_0", stable(5000))
+    (trunk / "config.yaml").write_text(RECIPE % 3e-4)
+    branched(tmp_path / "version_1", trunk, 2000, 400, lr=1e-3)
+    assert "the learning rate never fell" in line_of_branch(trunk, STEPS, AHEAD, 3e-4)
+    branched(tmp_path / "version_2", trunk, 2000, 400)
+    assert line_of_branch(trunk, STEPS, AHEAD, 3e-4).startswith("Forecast: ")
+    assert line_of_branch(trunk, STEPS, AHEAD, 1e-3) == (
+        "No forecast of the validation loss at the end of this decay: its learning rate is 0.001, that of the run "
+        "before it 0.0003"
+    )
+
+
+def test_a_decay_starts_from_the_learning_rate_with_which_the_trunk_has_gone_on(tmp_path):
+    lrs = np.append(stable(2000), np.full(2000, 0.25))
+    line = line_of_branch(logged(tmp_path / "version_0", lrs), STEPS, AHEAD)
+    assert float(line.split()[1]) == pytest.approx(law(np.append(lrs, 0.25 * AHEAD))[-1], abs=0.003)
+
+
+def test_no_log_stops_a_branch(tmp_path, monkeypatch):
+    """Losses of 0, learning rates of 0, a decay that has logged none, a folder that may not be listed."""
+    trunk = logged(tmp_path / "version_0", stable())
+    (whole := trunk / "metrics.csv").write_text(whole.read_text().replace(",0.0003\n", ",\n", 70))
+    branched(tmp_path / "version_1", trunk, 1000, 400)
+    log = tmp_path / "version_1/metrics.csv"
+    log.write_text(log.read_text().replace("train/lr", "my/lr"))
+    assert line_of_branch(trunk, STEPS, AHEAD).startswith("No forecast")
+    for name, row in (("no_losses", "{},0,3e-4"), ("no_lrs", "{},2,0")):
+        (tmp_path / name).mkdir()
+        rows = [row.format(step) for step in range(0, 600, 20)]
+        (tmp_path / name / "metrics.csv").write_text("\n".join(["step,val/loss,train/lr", *rows, ""]))
+        assert line_of_branch(tmp_path / name, STEPS, AHEAD) is None
+    names = {name: getattr(os, name) for name in ("listdir", "scandir")}
+
+    def closed(name):
+        def opened(path="."):
+            if os.fspath(path).rstrip("/") == str(tmp_path):
+                raise PermissionError(13, "Permission denied", str(path))
+            return names[name](path)
+
+        return opened
+
+    for name in names:
+        monkeypatch.setattr(os, name, closed(name))
+    assert line_of_branch(trunk, STEPS, AHEAD).startswith("No forecast")
 
 
 def test_a_trunk_that_has_decayed_itself_needs_no_earlier_branch(tmp_path):

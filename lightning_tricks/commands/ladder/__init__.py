@@ -162,10 +162,11 @@ def _plan(
     """
     file = ladder.out / _PLAN
     own = json.loads(json_text(on_file.deciding(flat(ladder.settings))))
-    plan: Plan = {"settings": own, "options": {"rungs": options.rungs, "seeds": options.seeds}}
+    plan: Plan = {"settings": own, "options": {"rungs": options.rungs, "seeds": options.seeds, "budget": budget}}
     sizes = sizes_below(ladder.recipe, ladder.mup, ladder.validations)
     if file.is_file():
         found = json.loads(file.read_text(encoding="utf-8"))
+        plan["options"]["budget"] = budget or found["options"].get("budget")  # whose plan may be asked for without it
         if names := on_file.differing(found["settings"] | found["options"], own | plan["options"]):
             raise UsageError(
                 f"ladder: out={ladder.out}: its rungs are of another recipe ({', '.join(names[:3])}): give the same "
@@ -296,10 +297,10 @@ def _check_lr(ladder: Ladder, runs: Sequence[RungRun], losses: Mapping[str, floa
     if scale == 1 or math.log(own / others[scale]) <= 2 * noise:
         return
     rates = learning_rates(ladder.settings["model"]["init_args"])
-    take = f"--model.optimizer.lr {scale * rates[0][0][rates[0][1]]:g}" if rates else "another learning rate"
+    take = " ".join(f"--model.optimizer.{key} {scale * owner[key]:g}" for owner, key in rates)
     raise UsageError(
         f"ladder: the learning rate is a step off: rung {_LR_RUNG} ends at {others[scale]:.4f} with {scale:g} times "
-        f"of it and at {own:.4f} with it: take {take}, and another --out"
+        f"of it and at {own:.4f} with it: take {take or 'another'}, and another --out"
     )
 
 

@@ -81,7 +81,11 @@ class Ladder:
             name: getattr(size.config, name) for name in _OF_WIDTH if hasattr(size.config, name)
         }
         model["mup"] = {"base_width": self.mup.base_width, "base_head_dim": self.mup.base_head_dim}
-        _scale_steps(model, size.steps / self.recipe.steps)
+        windows = [node for node in _mappings(trainer.get("callbacks")) if "horizon_steps" in node]  # of TailAverage
+        _scale_steps([model, *windows], size.steps / self.recipe.steps)
+        for change in _mappings(data.get("weights")):  # of a mixture
+            if change.get("at_tokens") is not None:
+                change["at_tokens"] = round(change["at_tokens"] * size.tokens / self.recipe.tokens)
         for owner, key in learning_rates(model):
             owner[key] *= run.lr_scale
         fewer_rows, every = self.recipe.rows // size.rows, size.steps // self.validations
@@ -190,11 +194,12 @@ def _mappings(node: Any) -> Iterator[dict[str, Any]]:
         yield from _mappings(each)
 
 
-def _scale_steps(model: dict[str, Any], factor: float) -> None:
-    """Make each length of a schedule longer or shorter, in place."""
-    for node in _mappings(model):
+def _scale_steps(settings: Any, factor: float) -> None:
+    """Make each length of a schedule longer or shorter, in place; `ns_steps` are those inside of a step of Muon."""
+    for node in _mappings(settings):
         for key, value in node.items():
-            if type(value) is int and value > 0 and (key.endswith("_steps") or key == "decay_start"):
+            is_length = key == "decay_start" or (key.endswith("_steps") and key != "ns_steps")
+            if is_length and type(value) is int and value > 0:
                 node[key] = max(1, round(value * factor))
 
 
