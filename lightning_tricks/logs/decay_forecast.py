@@ -111,7 +111,7 @@ def decay_forecast(run: LossCurve, decay: Array, others: Sequence[LossCurve] = (
     ends, gain = [end for other, end, _ in fits if other <= _NEAR * residual], before - loss
     error, refusal = LAW_ERROR * abs(gain), None
     if residual > MOST_RESIDUAL * gain:
-        refusal = f"the law is off by {residual:.2g} in the logs, the decay brings {gain:.2g}: give validation losses"
+        refusal = f"the law is off by {residual:.2g} in the logs, the decay brings {gain:.2g}"
     return DecayForecast(loss, min(ends) - error, max(ends) + error, gain, refusal)
 
 
@@ -143,7 +143,8 @@ def line_of_branch(folder: Path, start: int, decay: Sequence[float], lr: float |
     now = lrs[max(lrs)]  # lower than before where the run went on with another
     found = decay_forecast(run, now * np.asarray(decay), [each for each in others if each.lrs[-1] < now])
     if found.refusal:
-        return f"No forecast of the {end}: {found.refusal}"
+        less_noisy = ": validate more often" if metric == "loss" else ""
+        return f"No forecast of the {end}: {found.refusal}{less_noisy}"
     return (
         f"Forecast: {found.loss:.3f} ({found.low:.3f} to {found.high:.3f}) is the {end}, lower by {found.gain:.3f}, by "
         "the multi-power law"
