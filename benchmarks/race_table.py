@@ -102,19 +102,20 @@ def finals_table(runs: Sequence[Run]) -> str:
     sd = spread(runs, "finals", [name for name in FINALS if name != REFERENCE], REFERENCE)
     lines = []
     for name, arm in FINALS.items():
-        found = ends(runs, "finals", name)
-        steps = sorted({run["steps"] for run in runs if (run["stage"], run["arm"]) == ("finals", name)})
-        if not found:
-            lines.append([f"`{name}`", arm.what, "not run", "", "", ""])
+        own = [run for run in runs if (run["stage"], run["arm"]) == ("finals", name)]
+        if not own:
+            lines.append([f"`{name}`", arm.what, "not run", *[""] * 5])
             continue
         seen = change(runs, "finals", name, REFERENCE, sd)
-        against = "" if name == REFERENCE or seen is None else with_interval(seen.change, seen.half_width)
-        seconds = statistics.mean(run["seconds"] for run in runs if (run["stage"], run["arm"]) == ("finals", name))
+        copied = [run["copied_nats"] for run in own if run.get("copied_nats") is not None]
         lines.append([
-            f"`{name}`", arm.what, f"{statistics.mean(found.values()):.4f}", against, ", ".join(map(str, steps)),
-            f"{seconds / 60:.1f}",
+            f"`{name}`", arm.what, f"{statistics.mean(ends(runs, 'finals', name).values()):.4f}",
+            "" if name == REFERENCE or seen is None else with_interval(seen.change, seen.half_width),
+            f"{len(own)}", ", ".join(map(str, sorted({run["steps"] for run in own}))),
+            f"{statistics.mean(run['seconds'] for run in own) / 60:.1f}",
+            f"{statistics.mean(copied):.1f}" if copied else "",
         ])  # fmt: skip
-    return rows(["arm", "", "bits/byte", "against `adamw`", "steps", "CPU min"], lines)
+    return rows(["arm", "", "bits/byte", "against `adamw`", "seeds", "steps", "CPU min", "nats copied"], lines)
 
 
 def tricks_table(runs: Sequence[Run]) -> str:

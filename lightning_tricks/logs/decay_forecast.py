@@ -143,8 +143,7 @@ def line_of_branch(folder: Path, start: int, decay: Sequence[float], lr: float |
     now = lrs[max(lrs)]  # lower than before where the run went on with another
     found = decay_forecast(run, now * np.asarray(decay), [each for each in others if each.lrs[-1] < now])
     if found.refusal:
-        less_noisy = ": validate more often" if metric == "loss" else ""
-        return f"No forecast of the {end}: {found.refusal}{less_noisy}"
+        return f"No forecast of the {end}: {found.refusal}"
     return (
         f"Forecast: {found.loss:.3f} ({found.low:.3f} to {found.high:.3f}) is the {end}, lower by {found.gain:.3f}, by "
         "the multi-power law"
