@@ -107,15 +107,17 @@ def finals_table(runs: Sequence[Run]) -> str:
             lines.append([f"`{name}`", arm.what, "not run", *[""] * 5])
             continue
         seen = change(runs, "finals", name, REFERENCE, sd)
-        copied = [run["copied_nats"] for run in own if run.get("copied_nats") is not None]
+        own.sort(key=lambda run: int(run["seed"]))
+        copied = ["?" if (nats := run.get("copied_nats")) is None else f"{abs(nats):.1f}" for run in own]
         lines.append([
             f"`{name}`", arm.what, f"{statistics.mean(ends(runs, 'finals', name).values()):.4f}",
             "" if name == REFERENCE or seen is None else with_interval(seen.change, seen.half_width),
-            f"{len(own)}", ", ".join(map(str, sorted({run["steps"] for run in own}))),
+            ", ".join(f"{run['bits_per_byte'][-1]:.3f}" for run in own),
+            ", ".join(map(str, sorted({run["steps"] for run in own}))),
             f"{statistics.mean(run['seconds'] for run in own) / 60:.1f}",
-            f"{statistics.mean(copied):.1f}" if copied else "",
+            "" if set(copied) == {"?"} else ", ".join(copied),
         ])  # fmt: skip
-    return rows(["arm", "", "bits/byte", "against `adamw`", "seeds", "steps", "CPU min", "nats copied"], lines)
+    return rows(["arm", "", "bits/byte", "against `adamw`", "each seed", "steps", "CPU min", "nats copied"], lines)
 
 
 def tricks_table(runs: Sequence[Run]) -> str:
