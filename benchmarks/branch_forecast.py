@@ -24,7 +24,7 @@ from lightning_tricks.logs.run import read_run
 
 RECIPE = Path(__file__).parents[1] / "recipes/race/adamw.yaml"
 STARTS = {400: 100, 800: 200, 1200: 120, 1600: 400}  # steps of each decay by its first one
-EVERY = 40  # steps from a validation to the next
+EVERY = 20  # steps from a validation to the next
 _LINE = re.compile(r"^Forecast: (\S+) \((\S+) to (\S+)\) .* lower by (\S+),|^No forecast.*", re.MULTILINE)
 
 

@@ -84,12 +84,14 @@ def decay_forecast(run: LossCurve, decay: Array, others: Sequence[LossCurve] = (
     Args:
         run: the log.
         decay: learning rates of the steps to come; (steps,).
-        others: logs of the same model, data and peak, one of them with a decay, such as that of an earlier branch.
+        others: logs of the same model, data and peak, one of them with a decay, such as that of an earlier branch;
+            too short ones are left out.
     """
     peak = max(float(each.lrs.max()) for each in (run, *others))
-    curves = [_Curve.of(each, peak) for each in (run, *others)]
-    if (points := min(len(each.losses) for each in curves)) < LEAST_POINTS:
+    own, *more = (_Curve.of(each, peak) for each in (run, *others))
+    if (points := len(own.losses)) < LEAST_POINTS:
         return DecayForecast(refusal=f"{points} points after the warmup: a log needs {LEAST_POINTS} or more")
+    curves = [own, *(each for each in more if len(each.losses) >= LEAST_POINTS)]
     if min(float(each.lrs.min()) for each in curves) > 1 - LEAST_FALL:
         return DecayForecast(refusal="the learning rate never fell: add the log of a short decay, as of a branch")
     steps = run.steps[-1] + 1 + np.arange(len(decay))

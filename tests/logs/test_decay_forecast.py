@@ -92,6 +92,12 @@ def test_twenty_points_after_the_warmup_are_enough():
     assert decay_forecast(curve(stable(480)), AHEAD, [curve(EARLIER)]).refusal is None
 
 
+def test_a_short_log_beside_a_longer_one_is_left_out():
+    expected = decay_forecast(curve(stable()), AHEAD, [curve(EARLIER)])
+    assert decay_forecast(curve(stable()), AHEAD, [curve(decayed(300, 100)), curve(EARLIER)]) == expected
+    assert "never fell" in decay_forecast(curve(stable()), AHEAD, [curve(decayed(300, 100))]).refusal
+
+
 def test_broken_logs_are_errors():
     steps = np.arange(1, 31)
     with pytest.raises(UsageError, match="a log needs equally many steps, losses and learning rates"):
