@@ -22,12 +22,13 @@ from lightning_tricks.logs.scalars import ROLES, Scalars, read_scalars
 
 LEAST_POINTS = 20  # of each log, after its warmup
 LEAST_FALL = 0.1  # of the learning rate from its peak, in one log
-MOST_RESIDUAL = 0.1  # of the gain by the decay
+MOST_OFF = 0.1  # of the gain by the decay: the error of the law in the logs, and that of a forecast by their noise
 # of the gain; on 30 pairs of curves that the authors publish, a loss is off by up to 0.15 of it where the other log has
 # a decay or a second level, by up to 0.31 where it is of a cosine, and all intervals hold
 LAW_ERROR = 0.25
 _BETA, _GAMMA = 0.6, 0.65
 _BINS = 300  # that a log is averaged to
+_PARAMETERS = 5  # that the logs tell
 _NEAR = 1.3  # times the smallest residual: parameters with less are as good
 
 _NAMES = frozenset(name for role in ("val_loss", "loss", "lr") for name in ROLES[role])
@@ -65,7 +66,8 @@ class DecayForecast:
 
     Args:
         loss: expected.
-        low: the lowest of the fits that are nearly as good, less a quarter of the gain, by which the law may be off.
+        low: the lowest of the fits that are nearly as good, less a quarter of the gain, by which the law may be off,
+            and twice the error by noise.
         high: likewise the highest.
         gain: by which the loss falls from now on.
         refusal: why the figures should not be used, on one line; None where they may be.
@@ -104,16 +106,19 @@ def decay_forecast(run: LossCurve, decay: Array, others: Sequence[LossCurve] = (
             terms = np.stack([np.ones_like(sums), sums**-alpha, -gains], 1)
             found = np.linalg.lstsq(terms / losses[:, None], np.ones_like(sums), rcond=None)[0]
             if found.min() >= 0:
-                residual = float(np.sqrt(np.mean((terms @ found - losses) ** 2)))
+                off = terms @ found - losses
+                noise = float(np.sqrt(np.mean(np.diff(off) ** 2) / 2))  # of neighbours, which share the law's error
                 end, before = found @ (1, ahead.sums[-1] ** -alpha, -gain_ahead), terms[now] @ found
-                fits.append((residual, float(end), float(before)))
+                fits.append((float(np.sqrt(np.mean(off**2))), float(end), float(before), noise))
     if not fits:
         return DecayForecast(refusal="the losses do not fall with the steps and with the learning rate, as by the law")
-    residual, loss, before = min(fits)
-    ends, gain = [end for other, end, _ in fits if other <= _NEAR * residual], before - loss
-    error, refusal = LAW_ERROR * abs(gain), None
-    if residual > MOST_RESIDUAL * gain:
-        refusal = f"the law is off by {residual:.2g} in the logs, the decay brings {gain:.2g}"
+    residual, loss, before, noise = min(fits)
+    ends, gain = [end for other, end, *_ in fits if other <= _NEAR * residual], before - loss
+    law_off = math.sqrt(max(residual**2 - noise**2, 0.0))
+    noise_off = noise * math.sqrt(_PARAMETERS / len(sums))
+    error, refusal = LAW_ERROR * abs(gain) + 2 * noise_off, None
+    if (most := max(law_off, noise_off)) > MOST_OFF * gain:
+        refusal = f"the law is off by {most:.2g} in the logs, the decay brings {gain:.2g}"
     return DecayForecast(loss, min(ends) - error, max(ends) + error, gain, refusal)
 
 

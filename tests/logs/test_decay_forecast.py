@@ -76,6 +76,11 @@ def test_a_noisy_log_of_a_run_that_has_decayed_before_needs_no_other():
         (curve(stable()), [curve(decayed(2000, 400, 0.95))], "the learning rate never fell"),
         (curve(stable(), noise=0.1), [curve(EARLIER, noise=0.1)], "the law is off by 0."),
         (
+            curve(stable()),
+            [LossCurve(curve(EARLIER).steps, 1.03 * curve(EARLIER).losses, EARLIER[EVERY - 1 :: EVERY])],
+            "the law is off by 0.",
+        ),
+        (
             LossCurve(np.arange(1, 101), np.linspace(3, 4, 100), np.linspace(1, 0.1, 100)),
             [],
             "the losses do not fall with the steps and with the learning rate, as by the law",
@@ -86,6 +91,12 @@ def test_a_refusal_says_why(run, others, line):
     found = decay_forecast(run, AHEAD, others)
     assert found.refusal is not None
     assert found.refusal.startswith(line)
+
+
+def test_the_noise_of_many_losses_averages_out():
+    found = decay_forecast(curve(stable(), noise=0.02), AHEAD, [curve(EARLIER, noise=0.02)])
+    assert found.refusal is None
+    assert found.low < law(decayed(STEPS, 800))[-1] < found.high
 
 
 def test_twenty_points_after_the_warmup_are_enough():
