@@ -72,9 +72,10 @@ def change(runs: Sequence[Run], stage: str, name: str, base: str, sd: tuple[floa
     return Change(theirs, mine, math.expm1(mean), half, math.exp(mean / slope(runs)), count)
 
 
-def with_interval(value: float, half_width: float) -> str:
-    """In percent."""
-    return percent(value) + (", one seed" if math.isnan(half_width) else f" ± {100 * half_width:.1f}")
+def with_interval(value: float, half_width: float, seeds: int = 2) -> str:
+    """In percent; one seed is told."""
+    interval = "" if math.isnan(half_width) else f" ± {100 * half_width:.1f}"
+    return percent(value) + interval + (", one seed" if seeds == 1 or not interval else "")
 
 
 def percent(value: float) -> str:
@@ -134,7 +135,7 @@ def tricks_table(runs: Sequence[Run]) -> str:
     lines = [
         [
             f"`{name}`", arm.what, f"`{arm.base}`{', which has it' if arm.without else ''}",
-            with_interval(worth, seen.half_width), f"{time:.2f}",
+            with_interval(worth, seen.half_width, seen.seeds), f"{time:.2f}",
             "yes" if worth + seen.half_width < 0 else "worse" if worth > seen.half_width else "not shown",
         ]
         for worth, time, name, arm, seen in sorted(found, key=lambda each: each[0])

@@ -44,6 +44,8 @@ def test_a_trick_is_worth_the_mean_of_its_pairs_with_the_spread_of_all():
     assert cells(table, "muon")[4:] == ["0.81", "yes"]
     assert cells(table, "warmup")[3:] == [f"-9.1 % ± {half:.1f}", "0.83", "yes"], "what its lack costs"
     assert cells(table, "qk_norm")[3] == "not run"
+    one_seed = race_table.tricks_table([*RUNS, ran("screen", "cosine", 1, 3.0, 2.2)])
+    assert cells(one_seed, "cosine")[3] == f"+10.0 % ± {half * math.sqrt(2):.1f}, one seed"
     assert [line.split("`")[1] for line in table.splitlines()[2:4]] == ["muon", "warmup"], "the best first"
 
 
