@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.race_arms import ARMS, FINALS, REFERENCE, SCREENED, TUNED
+from benchmarks.race_arms import ARMS, DEPTHS, FINALS, REFERENCE, SCREENED, TUNED
 from benchmarks.stage_file import write
 from lightning_tricks import RecipeCLI
 from lightning_tricks._trainer.lightning import pl
@@ -34,7 +34,9 @@ ROOT = Path(__file__).absolute().parents[1]
 OUT = ROOT / "benchmarks/results/race-2026-11-28-cpu.json"
 FINAL, SCREEN = 2400, 600  # steps of the base
 WARMUP = 0.04  # of the run
-SEEDS = {"tune": (0,), "tune_long": (0,), "screen": (1, 2), "finals": (11, 12, 13)}  # reported on others than tuned on
+SEEDS = {  # reported on others than tuned on
+    "tune": (0,), "tune_long": (0,), "screen": (1, 2), "depth": (1,), "finals": (11, 12, 13)
+}  # fmt: skip
 
 
 class Clock(pl.Callback):
@@ -133,7 +135,7 @@ def run(stage: str, name: str, seed: int, steps: int) -> dict[str, Any]:
 def planned(stage: str, names: Sequence[str]) -> Iterator[tuple[str, int, float]]:
     """Arm, seed and steps of AdamW of each run of a stage; bases of arms are run too, but where rates are tuned."""
     length = FINAL if stage in ("finals", "tune_long") else SCREEN
-    bases = [] if stage == "tune" else [REFERENCE, *(base for name in names if (base := ARMS[name].base))]
+    bases = [] if stage in ("tune", "depth") else [REFERENCE, *(base for name in names if (base := ARMS[name].base))]
     for seed in SEEDS[stage]:
         for name in dict.fromkeys([*bases, *names]):
             yield name, seed, length * ARMS[name].share
@@ -174,7 +176,9 @@ def main() -> None:
         for name, arm in ARMS.items():
             print(f"{name:22} {arm.what} | recipes/race/{arm.recipe}.yaml {dict(arm.options) or ''}")
         return
-    of_stage = {"tune": TUNED, "tune_long": TUNED, "screen": SCREENED, "finals": FINALS, "costs": ARMS}[options.stage]
+    of_stage = {
+        "tune": TUNED, "tune_long": TUNED, "screen": SCREENED, "depth": DEPTHS, "finals": FINALS, "costs": ARMS
+    }[options.stage]  # fmt: skip
     names = options.arms or [name for name in of_stage if options.stage != "costs" or not ARMS[name].same_cost]
     number, parts = map(int, options.part.split("/"))
     torch.set_num_threads(1)

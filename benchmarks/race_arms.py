@@ -153,4 +153,12 @@ TUNED = {
     },
 }
 
-ARMS = {**FINALS, **SCREENED, **TUNED}
+DEPTHS = {  # at equal steps, half of those of the screening
+    f"{name}_{layers}_layers": Arm(
+        name, f"{layers} layers, {name}", base=f"adamw_{layers}_layers" if name == "muon" else None,
+        options={"model.decoder.n_layers": layers}, share=0.5,
+    )
+    for layers in (2, 8) for name in ("adamw", "muon")
+}  # fmt: skip
+
+ARMS = {**FINALS, **SCREENED, **TUNED, **DEPTHS}

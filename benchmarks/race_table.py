@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.race_arms import ARMS, FINALS, REFERENCE, SCREENED, TUNED, Arm
+from benchmarks.race_arms import ARMS, DEPTHS, FINALS, REFERENCE, SCREENED, TUNED, Arm
 from lightning_tricks.logs.intervals import pooled_spread, student_t
 
 Run = dict[str, Any]
@@ -162,7 +162,7 @@ def claims_table(runs: Sequence[Run]) -> str:
         ["rankings at half time are not those of the end", _half_time(runs)],
         ["clipping does nothing under QK-norm", _worth(runs, "clip")],
         ["the largest lever beside Muon is beta2 of its AdamW", _worth(runs, "muon_beta2_0.99", "muon_beta2_0.9")],
-        ["gains shrink with depth", "not run"]])  # fmt: skip
+        ["gains shrink with depth", _depth(runs)]])  # fmt: skip
 
 
 def _worth(runs: Sequence[Run], *names: str) -> str:
@@ -186,6 +186,15 @@ def _muon_steps(runs: Sequence[Run]) -> str:
             share = seen.time * steps["muon"] / steps[REFERENCE]
             found.append(f"{share:.2f} of its steps, {seen.time:.2f} of its time at {steps[REFERENCE]:,} steps")
     return "; ".join(found) or "not run"
+
+
+def _depth(runs: Sequence[Run]) -> str:
+    found = []
+    for name in (name for name, arm in DEPTHS.items() if arm.base):
+        if differences(runs, "depth", name, ARMS[name].base or ""):
+            (log,) = differences(runs, "depth", name, ARMS[name].base or "")
+            found.append(f"{percent(math.expm1(log))} with {ARMS[name].what.partition(',')[0]}")
+    return f"Muon at equal steps, 300, one seed: {'; '.join(found)}" if found else "not run"
 
 
 def _tuning(runs: Sequence[Run]) -> str:

@@ -30,7 +30,8 @@ def decays(result: dict[str, Any]) -> dict[str, str]:
     rows = [["steps", "of decay", "forecast", "interval", "got", "off by, of the gain"]]
     for branch in result["branches"]:
         found, loss = branch["forecast"], branch["loss"]
-        cells = [f"{found:.3f}", f"{branch['low']:.3f} to {branch['high']:.3f}"] if found else ["none", ""]
+        refused = [f"none: {branch['line'].partition(': ')[2].partition(':')[0]}", ""]
+        cells = [f"{found:.3f}", f"{branch['low']:.3f} to {branch['high']:.3f}"] if found else refused
         off = f"{100 * (loss - found) / branch['gain']:+.0f} %" if found else ""
         rows.append([f"{branch['start']:,}", str(branch["steps"]), *cells, f"{loss:.3f}", off])
     return {"branch forecast": table(rows)}

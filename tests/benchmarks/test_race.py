@@ -58,6 +58,9 @@ def test_the_finals_and_the_claims_come_from_the_runs():
     claims = race_table.claims_table(RUNS)
     assert "0.54 of its steps, 0.81 of its time at 600 steps; 0.41 of its steps, 0.81 of its time" in claims
     assert "0% of pairs of tricks change places; 1 of 2 cross their base" in claims
+    assert "depth | not run |" in claims
+    depth = [ran("depth", name, 1, 3.0, end) for name, end in (("adamw_8_layers", 2.0), ("muon_8_layers", 1.9))]
+    assert "one seed: -5.0 % with 8 layers |" in race_table.claims_table([*RUNS, *depth])
     assert "| `adamw_lr_0.004` | lr 0.004 | 2.2000 |" in race_table.tuning_table(RUNS)
 
 
@@ -83,6 +86,7 @@ def test_an_arm_runs_beside_its_base_on_the_seeds_of_its_stage():
         (name, seed, 600) for seed in (1, 2) for name in ("adamw", "muon", "polar_express")
     ]
     assert [run[1] for run in race.planned("finals", ["adamw"])] == [11, 12, 13]
+    assert list(race.planned("depth", ["muon_8_layers"])) == [("muon_8_layers", 1, 300)]
     assert list(race.planned("tune", ["muon_lr_0.01_0.008"])) == [("muon_lr_0.01_0.008", 0, 600)]
     assert all(arm.base in FINALS for arm in {**SCREENED, **TUNED}.values())
 
