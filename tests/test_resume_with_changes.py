@@ -76,7 +76,7 @@ HERE = {
     "`seq_len`": GoesOn({"seq_len": 8, **shape(max_seq_len=16)}, OTHER_DATA, rows=False, weights=False),
     "other files, or text": GoesOn({"files": "other"}, OTHER_DATA, rows=False, weights=False),
     "`seed` of the data": GoesOn({"seed": 5}, OTHER_DATA, rows=False, weights=False),
-    "`shuffle`": GoesOn({"shuffle": "documents"}, OTHER_DATA, rows=False, weights=False),
+    "`shuffle`": GoesOn({"shuffle": "documents", "eot_id": 0}, OTHER_DATA, rows=False, weights=False),
     "`num_workers`": GoesOn({"num_workers": 1}),
     # model
     "`seed_everything`": GoesOn({"of_all": 5}),
@@ -138,7 +138,7 @@ def train(folder: Path, ckpt_path=None, *, save=None, files="files", callbacks=(
     """A run of a small LanguageModel; options go to the model, the data or the Trainer, by their names."""
     seed_everything(of_all, verbose=False)
     of_model = ("decoder", "optimizer", "schedule", "weight_decay", "decay_embeddings", "freeze", "mup")
-    of_data = ("micro_batch_size", "seq_len", "seed", "num_workers")
+    of_data = ("micro_batch_size", "seq_len", "seed", "num_workers", "shuffle", "eot_id")
     given = [
         {name: options.pop(name) for name in names if name in options}
         for names in ((*of_model, "activation_checkpointing", "fused_projections", "z_loss"), of_data)
