@@ -25,16 +25,10 @@ from lightning_tricks.commands.ladder.sizes import Size, sizes_below
 from lightning_tricks.logs import forecast_file
 from lightning_tricks.logs.scaling_law import forecast
 
-RECIPE = [
-    "--config",
-    str(Path(__file__).parents[1] / "recipes/tiny.yaml"),
-    "--trainer.max_steps",
-    "1600",
-    "--model.schedule.init_args.warmup_steps",
-    "160",
-    "--budget",
-    "8m",  # for small rungs, so that the recipe lies far beyond the largest
-]
+RECIPE = [  # a budget for small rungs, so that the recipe lies far beyond the largest
+    "--config", str(Path(__file__).parents[1] / "recipes/tiny.yaml"), "--trainer.max_steps", "1600",
+    "--model.schedule.init_args.warmup_steps", "160", "--budget", "8m",
+]  # fmt: skip
 DISTANCES = (4.0, 5.5, 7.5)  # FLOPs of those that are held out over those of the largest rung
 
 
@@ -75,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = [*sizes_below(ladder.recipe, ladder.mup, ladder.validations), ladder.recipe]
     for number, run in enumerate(result["held_out"], len(rungs) + 1):
         (size,) = (each for each in sizes if each.config.d_model == run["width"])
-        lost = ladder.loss(RungRun(number, size))
-        found, said = lost or ladder.train(RungRun(number, size), 0), run["forecast"]
+        rung, said = RungRun(number, size), run["forecast"]
+        found = ladder.loss(rung) or ladder.train(rung, 0)
         run |= {"loss": found, "miss": found / said["loss"] - 1, "is_inside": said["low"] <= found <= said["high"]}
         write(out, result)
         interval = f"{said['low']:.4f} to {said['high']:.4f}"

@@ -9,7 +9,7 @@ from filler import Filler
 # What a recipe has reached, in words; each figure stands in the recipe's own header, with machine and date.
 MEASURED = {
     "tiny": "1.79 bits/byte; 75 to 140 seconds at 7 to 15 k tokens/s in bf16 on 2 cores",
-    "small": "1.08 bits/byte after 20 minutes at 8.4 k tokens/s in bf16 on 2 cores",
+    "small": "1.08 bits/byte after about 20 minutes at 8.4 k tokens/s in bf16 on 2 cores",
     "gpt2_124m": "537 k tokens/s on one H200, 24.2 GiB",
     "llama7b_1gpu": "13.2 k tokens/s on an H200, 109.4 GiB, with BF16True and no checkpointing",
 }

@@ -23,7 +23,7 @@ from lightning_tricks.checkpoints.open_checkpoint import open_checkpoint
 from lightning_tricks.checkpoints.record import read_record
 from lightning_tricks.commands import CommandParser
 from lightning_tricks.commands.answers import add_json
-from lightning_tricks.logs.decay_forecast import line_of_branch, lr_of
+from lightning_tricks.logs.branch_forecast import line_of_branch, lr_of
 from lightning_tricks.mixins._plain_settings import from_plain
 from lightning_tricks.mixins.optimizer_mixin import SCHEDULE_KEY
 from lightning_tricks.schedules import Schedule, WarmupConstant, WarmupStableDecay

@@ -293,16 +293,11 @@ def entry_at(document: Any, *names: str) -> Any:
 def _tokens(document: Any, scalars: Scalars, steps: int | None) -> int | None:
     """Tokens of all steps: rows, length, accumulation and processes by the settings; None where one is not known."""
     trainer, data = entry_at(document, "trainer"), entry_at(document, "data", "init_args")
-    sizes = [
-        entry_at(data, "micro_batch_size"),
-        entry_at(data, "seq_len"),
-        entry_at(trainer, "accumulate_grad_batches") or 1,
-    ]
+    accumulated, callbacks = entry_at(trainer, "accumulate_grad_batches") or 1, _list(entry_at(trainer, "callbacks"))
+    sizes = [entry_at(data, "micro_batch_size"), entry_at(data, "seq_len"), accumulated]
     if steps is None or not all(map(_is_count, sizes)):
         return None
-    if any(
-        "BatchSizeWarmup" in str(entry_at(callback, "class_path")) for callback in _list(entry_at(trainer, "callbacks"))
-    ):
+    if any("BatchSizeWarmup" in str(entry_at(callback, "class_path")) for callback in callbacks):
         batches = scalars.series(_BATCH)
         if len(batches) < steps or not set(range(steps)) <= batches.keys():
             return None

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_tricks._core.errors import UsageError
-from lightning_tricks.logs.decay_forecast import LossCurve, decay_forecast, line_of_branch
+from lightning_tricks.logs.branch_forecast import line_of_branch
+from lightning_tricks.logs.decay_forecast import LossCurve, decay_forecast
 
 WARMUP, STEPS, EVERY = 100, 4000, 20
 
